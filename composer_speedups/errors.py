@@ -1,0 +1,28 @@
+"""Errors that are the user's to mend: one line each, naming the value and the remedy.
+
+The command line prints them without a traceback and exits with code 2.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ConflictError", "RecipeError", "SpeedUpUnavailable", "TaskError", "UserError"]
+
+
+class UserError(Exception):
+    """Base of every error whose cause lies in what was asked for, or in what the machine lacks."""
+
+
+class SpeedUpUnavailable(UserError, RuntimeError):
+    """A speed-up needs something that this machine or this model does not have."""
+
+
+class ConflictError(UserError, ValueError):
+    """Two speed-ups contradict each other, or one is listed twice."""
+
+
+class RecipeError(UserError, ValueError):
+    """A recipe or an override cannot be read: unknown key, wrong type, impossible value."""
+
+
+class TaskError(UserError, ValueError):
+    """The data or the model that a recipe names cannot be had."""

@@ -1,0 +1,76 @@
+"""Find speed-ups by name. Nothing is listed by hand: a file in `algorithms/` is a speed-up.
+
+The names are known without importing anything heavy, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups.errors import RecipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from composer_speedups.speedup import SpeedUp
+
+__all__ = ["build", "check_arguments", "function", "keys", "speedup_class"]
+
+
+@cache
+def keys() -> tuple[str, ...]:
+    """Every speed-up's key, sorted."""
+    folder = Path(__file__).parent / "algorithms"
+    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_")))
+
+
+@cache
+def speedup_class(key: str) -> type[SpeedUp]:
+    """The class registered under `key`; an unknown key raises `RecipeError` with the nearest names."""
+    from composer_speedups.speedup import SpeedUp
+
+    if key not in keys():
+        near = difflib.get_close_matches(key, keys(), n=3, cutoff=0.4) or keys()
+        raise RecipeError(f"unknown speed-up {key!r}. Nearest: {', '.join(near)}")
+    module = importlib.import_module(f"composer_speedups.algorithms.{key}")
+    found = [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, SpeedUp) and c.__module__ == module.__name__
+        and not c.__name__.startswith("_")
+    ]
+    if len(found) != 1:
+        raise TypeError(f"{module.__file__} must define exactly one public SpeedUp, found {found}")
+    return found[0]
+
+
+def function(key: str) -> Callable[..., Any]:
+    """The plain function `apply_<key>`, for bare loops, Accelerate and the Hugging Face Trainer."""
+    return getattr(importlib.import_module(speedup_class(key).__module__), f"apply_{key}")
+
+
+def check_arguments(key: str, kwargs: dict[str, Any]) -> None:
+    """Raise `RecipeError` if `key` does not take one of `kwargs`."""
+    allowed = speedup_class(key).parameters()
+    for name in kwargs:
+        if name not in allowed:
+            takes = f"it takes {', '.join(allowed)}" if allowed else "it takes no arguments"
+            raise RecipeError(f"speed-up {key!r} has no argument {name!r}: {takes}")
+
+
+def build(key: str, **kwargs: Any) -> SpeedUp:
+    """Make the speed-up registered under `key`.
+
+    >>> build("matmul_precision", precision="high")
+    MatmulPrecision(precision='high')
+    """
+    check_arguments(key, kwargs)
+    try:
+        return speedup_class(key)(**kwargs)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"speed-up {key!r}: {error}") from error

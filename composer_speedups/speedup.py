@@ -1,0 +1,180 @@
+"""`SpeedUp`: what every algorithm of this package has in common.
+
+A speed-up is a Composer `Algorithm` whose work happens once, at `Event.INIT`, before Composer builds
+schedulers, GradScaler and DDP around model and optimizer. The base class gives it: the right place in the
+order, refusal of contradictions, a `repr` that evaluates back, and evidence of what it changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import ClassVar
+
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+
+__all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination"]
+
+log = logging.getLogger("composer_speedups")
+
+Evidence = dict[str, "int | float | str | bool"]
+
+
+class Stage(IntEnum):
+    """When a speed-up acts, relative to the others. Lower first.
+
+    Surgery must see plain modules, optimizers must see the final modules, and compile must see everything
+    that came before, or it compiles code that is then thrown away.
+    """
+
+    DATA = 0
+    PRECISION = 1
+    ATTENTION = 2
+    NORM = 3
+    HEAD = 4
+    OPTIMIZER = 5
+    COMPILE = 6
+    LOOP = 7
+
+
+class SpeedUp(Algorithm):
+    """Base class of all speed-ups.
+
+    A subclass sets `stage`, keeps its constructor's arguments under their own names (scalars only, checked
+    in `__init__`), implements `install`, and calls `report` with what it changed. Nothing is listed by hand:
+    the file's name is its key.
+
+    Attributes:
+        stage: when it acts, relative to other speed-ups.
+        slot: what it occupies (`"optimizer"`, `"norm"`, ...). Two speed-ups with one slot contradict.
+        events: events beyond `Event.INIT` on which `on_event` is called.
+        evidence: what was changed, filled by `report`; the ablation study shows it beside the speed.
+    """
+
+    stage: ClassVar[Stage]
+    slot: ClassVar[str | None] = None
+    events: ClassVar[frozenset[Event]] = frozenset()
+
+    _installed_in: weakref.ref[State] | None = None
+
+    @classmethod
+    def key(cls) -> str:
+        """The name in recipes and in the registry: the name of the file that holds the class."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
+    def parameters(cls) -> dict[str, inspect.Parameter]:
+        """The constructor's arguments by name: they are the configuration in YAML, too."""
+        parameters = dict(inspect.signature(cls.__init__).parameters)
+        parameters.pop("self")
+        return {
+            name: p
+            for name, p in parameters.items()
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.__dict__.setdefault("_evidence", {})
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.parameters())
+        return f"{type(self).__name__}({arguments})"
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this cannot work on `device`, naming the remedy; None where it can.
+
+        Asked before training starts, and by the ablation study to skip a row with its reason.
+        """
+        return None
+
+    @abstractmethod
+    def install(self, state: State, logger: Logger) -> None:
+        """Change model, optimizer or state. Called once per Trainer, in the order of `stage`."""
+
+    def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Called on the events that the class names in `events`."""
+
+    def match(self, event: Event, state: State) -> bool:
+        return event is Event.INIT or event in self.events
+
+    def apply(self, event: Event, state: State, logger: Logger) -> int | None:
+        if event is Event.INIT:
+            _install_all(self, state, logger)
+        else:
+            self.on_event(event, state, logger)
+        return None
+
+    def report(self, logger: Logger, count: int, nothing: str, **evidence: int | float | str | bool) -> None:
+        """Say what was changed: to the log, the loggers, and `evidence`. A `count` of 0 warns.
+
+        Args:
+            logger: Composer's logger.
+            count: how many things were changed.
+            nothing: the warning's text if `count` is 0: what was looked for and not found.
+            evidence: further facts worth a column in a table, such as an optimizer's class or a kernel's name.
+        """
+        self.evidence.update({"changed": count, **evidence})
+        if count == 0:
+            warnings.warn(NoEffectWarning(f"{self!r} changed nothing: {nothing}"), stacklevel=2)
+        log.info("%r: %s", self, ", ".join(f"{k}={v}" for k, v in self.evidence.items()))
+        logger.log_hyperparameters({f"{self.key()}/{k}": v for k, v in self.evidence.items()})
+
+
+def algorithm_passes(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Order speed-ups by stage whatever order the user listed; leave all other algorithms where they are.
+
+    It has the form of a Composer algorithm pass, for `Trainer(algorithm_passes=algorithm_passes)`; at
+    `Event.INIT`, where order matters most, speed-ups use it by themselves.
+    """
+    ordered = iter(sorted((a for a in algorithms if isinstance(a, SpeedUp)), key=lambda a: a.stage))
+    return [next(ordered) if isinstance(a, SpeedUp) else a for a in algorithms]
+
+
+def check_combination(algorithms: Sequence[Algorithm]) -> None:
+    """Raise `ConflictError` if a speed-up is listed twice, or two fill the same slot."""
+    taken: dict[str, SpeedUp] = {}
+    for algorithm in algorithms:
+        if not isinstance(algorithm, SpeedUp):
+            continue
+        for place in {algorithm.key(), algorithm.slot or algorithm.key()}:
+            other = taken.setdefault(place, algorithm)
+            if other is algorithm:
+                continue
+            if other.key() == algorithm.key():
+                raise ConflictError(f"{algorithm.key()} is listed twice: {other!r} and {algorithm!r}. Keep one.")
+            raise ConflictError(
+                f"{other.key()} and {algorithm.key()} contradict each other: both set the {place}. Keep one of them."
+            )
+
+
+def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
+    """Install every speed-up of this Trainer, in order, when the first of them hears `Event.INIT`.
+
+    Composer runs algorithms in the order listed. Doing all the work here makes the order right without
+    asking the user for `algorithm_passes`, and refuses a contradiction before anything was changed.
+    """
+    listed = list(state.algorithms)
+    if not any(a is first for a in listed):
+        listed.append(first)
+    check_combination(listed)
+    speedups = [a for a in algorithm_passes(listed, Event.INIT) if isinstance(a, SpeedUp)]
+    waiting = [s for s in speedups if s._installed_in is None or s._installed_in() is not state]
+    for speedup in waiting:
+        reason = speedup.unavailable(state.device._device)
+        if reason is not None:
+            raise SpeedUpUnavailable(f"{speedup!r} cannot be used here: {reason}")
+    for speedup in waiting:
+        speedup.evidence.clear()
+        speedup._installed_in = weakref.ref(state)
+        speedup.install(state, logger)
