@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import warnings
 import weakref
 from abc import abstractmethod
@@ -115,7 +116,9 @@ class SpeedUp(Algorithm):
             self.on_event(event, state, logger)
         return None
 
-    def report(self, logger: Logger, count: int, nothing: str, **evidence: int | float | str | bool) -> None:
+    def report(
+        self, logger: Logger, count: int, nothing: str, **evidence: int | float | str | bool
+    ) -> None:
         """Say what was changed: to the log, the loggers, and `evidence`. A `count` of 0 warns.
 
         Args:
@@ -152,7 +155,9 @@ def check_combination(algorithms: Sequence[Algorithm]) -> None:
             if other is algorithm:
                 continue
             if other.key() == algorithm.key():
-                raise ConflictError(f"{algorithm.key()} is listed twice: {other!r} and {algorithm!r}. Keep one.")
+                raise ConflictError(
+                    f"{algorithm.key()} is listed twice: {other!r} and {algorithm!r}. Keep one."
+                )
             raise ConflictError(
                 f"{other.key()} and {algorithm.key()} contradict each other: both set the {place}. Keep one of them."
             )
@@ -175,6 +180,10 @@ def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
         if reason is not None:
             raise SpeedUpUnavailable(f"{speedup!r} cannot be used here: {reason}")
     for speedup in waiting:
+        # Composer warns that an algorithm's state will not be restored when a checkpoint was saved without it.
+        # A speed-up has no state: that such a checkpoint loads is a promise, not a loss.
+        name = re.escape(type(speedup).__qualname__)
+        warnings.filterwarnings("ignore", message=f"{name} is not in the state_dict", category=UserWarning)
         speedup.evidence.clear()
         speedup._installed_in = weakref.ref(state)
         speedup.install(state, logger)

@@ -34,8 +34,15 @@ def bert_config(**changes: object):
     from transformers import BertConfig
 
     values: dict[str, object] = dict(
-        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=64, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=128,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     return BertConfig(**(values | changes))
 
@@ -48,16 +55,23 @@ def tiny_bert() -> torch.nn.Module:
     return BertForSequenceClassification(bert_config())
 
 
-def padded_batch(rows: int = 6, length: int = 16, vocabulary: int = 128, labels: int = 3) -> dict[str, torch.Tensor]:
-    """Token ids with a padding mask (rows of different lengths) and labels."""
-    lengths = torch.randint(3, length + 1, (rows,))
+def padded_batch(
+    rows: int = 6, length: int = 16, vocabulary: int = 128, labels: int = 3, seed: int = 5
+) -> dict[str, torch.Tensor]:
+    """Token ids with a padding mask (rows of different lengths) and labels; the same for the same seed."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, length + 1, (rows,), generator=random)
     mask = (torch.arange(length)[None] < lengths[:, None]).long()
-    ids = torch.randint(5, vocabulary, (rows, length)) * mask
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(0, labels, (rows,))}
+    ids = torch.randint(5, vocabulary, (rows, length), generator=random) * mask
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": torch.randint(0, labels, (rows,), generator=random),
+    }
 
 
 class BatchDataset(torch.utils.data.Dataset):
-    """`rows` examples of `padded_batch`, one dict each."""
+    """`rows` examples of `padded_batch`, one dict each; the same examples whenever it is made."""
 
     def __init__(self, rows: int = 32, length: int = 16) -> None:
         self.data = padded_batch(rows, length)
@@ -80,11 +94,23 @@ def make_trainer(tiny_bert):
     def make(algorithms=(), model=None, optimizer=None, rows: int = 32, **kwargs):
         model = tiny_bert if model is None else model
         composer_model = model if hasattr(model, "eval_forward") else HuggingFaceModel(model)
-        optimizer = optimizer or torch.optim.AdamW(composer_model.parameters(), lr=1e-3, weight_decay=0.01)
+        optimizer = optimizer or torch.optim.AdamW(
+            composer_model.parameters(), lr=1e-3, weight_decay=0.01
+        )
         loader = torch.utils.data.DataLoader(BatchDataset(rows), batch_size=8)
-        kwargs = {"max_duration": "1ep", "device": "cpu", "seed": 7, "progress_bar": False, "loggers": []} | kwargs
+        kwargs = {
+            "max_duration": "1ep",
+            "device": "cpu",
+            "seed": 7,
+            "progress_bar": False,
+            "loggers": [],
+        } | kwargs
         trainer = Trainer(
-            model=composer_model, optimizers=optimizer, algorithms=list(algorithms), train_dataloader=loader, **kwargs
+            model=composer_model,
+            optimizers=optimizer,
+            algorithms=list(algorithms),
+            train_dataloader=loader,
+            **kwargs,
         )
         trainers.append(trainer)
         return trainer

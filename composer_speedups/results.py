@@ -1,0 +1,66 @@
+"""What one training run measured. Plain data: it crosses processes and is stored as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Progress", "RunResult"]
+
+Status = Literal["ok", "skipped", "failed", "out_of_memory", "timeout", "interrupted"]
+
+
+@dataclass
+class Progress:
+    """Where a run is: sent to whoever shows it."""
+
+    phase: Literal["data", "model", "train", "eval"]
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    samples_per_second: float | None = None
+    seconds_left: float | None = None
+    message: str = ""
+
+
+@dataclass
+class RunResult:
+    """One recipe, one seed, one process.
+
+    Speeds count steps after the warm-up only; `wallclock_seconds` counts all of `Trainer.fit`.
+    """
+
+    recipe: str
+    seed: int
+    status: Status = "ok"
+    reason: str = ""
+    batch_size: int = 0
+    learning_rate: float = 0.0
+    samples_per_second: float | None = None
+    real_tokens_per_second: float | None = None
+    model_flops_per_second: float | None = None  # of the real tokens, forward and backward
+    wallclock_seconds: float | None = None
+    train_seconds: float | None = None  # fit without evaluation
+    compile_seconds: float = 0.0
+    peak_memory_bytes: int | None = (
+        None  # the CUDA allocator's peak; the resident set's growth on CPU
+    )
+    final_loss: float | None = None  # mean over the last tenth of the steps
+    eval_loss: float | None = None
+    eval_accuracy: float | None = None
+    finite: bool = True  # every loss was finite
+    steps: int = 0
+    warmup_steps: int = 0  # not counted in the speeds
+    padding_share: float | None = None
+    losses: list[float] = field(default_factory=list)  # one a step
+    step_seconds: list[float] = field(default_factory=list)
+    evidence: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # by speed-up: what it changed
+    kernels: list[str] = field(default_factory=list)
+    pretrained: bool | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
