@@ -53,8 +53,7 @@ def become_bnb(
     kept = {id(p) for p in keep_32_bit}
     quantise = class_name == "AdamW8bit"
     layouts: dict[torch.Tensor, Layout] = {
-        p: "bnb8" if quantise and id(p) not in kept and p.numel() >= min_8bit_size else "bnb32"
-        for p in parameters
+        p: "bnb8" if quantise and id(p) not in kept and p.numel() >= min_8bit_size else "bnb32" for p in parameters
     }
     become(optimizer, template, layouts)
     return len(parameters)
@@ -63,6 +62,4 @@ def become_bnb(
 def refuse_fsdp(state: State, key: str) -> None:
     """Raise under FSDP: bitsandbytes would read a sharded parameter's memory as if it were a whole one."""
     if state.fsdp_config is not None:
-        raise SpeedUpUnavailable(
-            f"{key} does not know FSDP's sharded parameters. Use fused_adamw, or DDP."
-        )
+        raise SpeedUpUnavailable(f"{key} does not know FSDP's sharded parameters. Use fused_adamw, or DDP.")

@@ -5,7 +5,7 @@ The command line prints them without a traceback and exits with code 2.
 
 from __future__ import annotations
 
-__all__ = ["ConflictError", "RecipeError", "SpeedUpUnavailable", "TaskError", "UserError"]
+__all__ = ["ConflictError", "OutOfMemory", "RecipeError", "SpeedUpUnavailable", "TaskError", "UserError"]
 
 
 class UserError(Exception):
@@ -26,3 +26,7 @@ class RecipeError(UserError, ValueError):
 
 class TaskError(UserError, ValueError):
     """The data or the model that a recipe names cannot be had."""
+
+
+class OutOfMemory(UserError, RuntimeError):
+    """The batch does not fit; says which size failed and which to try."""

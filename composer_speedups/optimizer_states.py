@@ -93,9 +93,7 @@ def write_moments(
     """
     device = parameter.device
     if layout in ("bnb32", "bnb8"):
-        first, second = (
-            m.to(device, torch.float32).contiguous() for m in (moments.exp_avg, moments.exp_avg_sq)
-        )
+        first, second = (m.to(device, torch.float32).contiguous() for m in (moments.exp_avg, moments.exp_avg_sq))
         state: dict[str, Any] = {"step": moments.step}
         if layout == "bnb32":
             # Clones: two optimizers must not write to the same moments.
@@ -111,9 +109,7 @@ def write_moments(
     }
     if layout == "torch":
         where = device if step_on_device else "cpu"
-        state = {
-            "step": torch.tensor(float(moments.step), dtype=torch.float32, device=where)
-        } | state
+        state = {"step": torch.tensor(float(moments.step), dtype=torch.float32, device=where)} | state
         if moments.max_exp_avg_sq is not None:
             state["max_exp_avg_sq"] = moments.max_exp_avg_sq.to(device, parameter.dtype, copy=True)
     return state

@@ -52,10 +52,7 @@ def _family(optimizer: Optimizer) -> str | None:
     cls = type(optimizer)
     if cls is torch.optim.AdamW:
         return "torch"
-    if (
-        cls.__module__ == "composer.optim.decoupled_weight_decay"
-        and cls.__name__ == "DecoupledAdamW"
-    ):
+    if cls.__module__ == "composer.optim.decoupled_weight_decay" and cls.__name__ == "DecoupledAdamW":
         return "decoupled"
     if cls.__module__ == "bitsandbytes.optim.adamw" and cls.__name__ in (
         "AdamW",
@@ -104,10 +101,7 @@ def torch_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def torch_adamw(optimizer: Optimizer, *, foreach: bool, fused: bool) -> Optimizer:
     """A `torch.optim.AdamW` with the groups of `optimizer` and the given implementation; no state yet."""
     flags = [
-        {
-            key: group.get(key, False)
-            for key in ("amsgrad", "maximize", "differentiable", "capturable")
-        }
+        {key: group.get(key, False) for key in ("amsgrad", "maximize", "differentiable", "capturable")}
         for group in optimizer.param_groups
     ]
     groups = [group | flag for group, flag in zip(torch_groups(optimizer), flags, strict=True)]
@@ -243,9 +237,7 @@ class OptimizerSpeedUp(SpeedUp):
 
     def __init__(self, no_decay_on_bias_and_norm: bool = False) -> None:
         if not isinstance(no_decay_on_bias_and_norm, bool):
-            raise TypeError(
-                f"no_decay_on_bias_and_norm must be true or false, got {no_decay_on_bias_and_norm!r}"
-            )
+            raise TypeError(f"no_decay_on_bias_and_norm must be true or false, got {no_decay_on_bias_and_norm!r}")
         self.no_decay_on_bias_and_norm = no_decay_on_bias_and_norm
 
     @abstractmethod
@@ -254,9 +246,7 @@ class OptimizerSpeedUp(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         if not state.optimizers:
-            raise SpeedUpUnavailable(
-                f"{self!r} found no optimizer. Pass one to the Trainer: optimizers=AdamW(...)."
-            )
+            raise SpeedUpUnavailable(f"{self!r} found no optimizer. Pass one to the Trainer: optimizers=AdamW(...).")
         optimizer = state.optimizers[0]
         before = describe(optimizer)
         if not is_adamw(optimizer):

@@ -41,7 +41,9 @@ def speedup_class(key: str) -> type[SpeedUp]:
     found = [
         c
         for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, SpeedUp) and c.__module__ == module.__name__
+        if isinstance(c, type)
+        and issubclass(c, SpeedUp)
+        and c.__module__ == module.__name__
         and not c.__name__.startswith("_")
     ]
     if len(found) != 1:

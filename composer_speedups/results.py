@@ -43,9 +43,7 @@ class RunResult:
     wallclock_seconds: float | None = None
     train_seconds: float | None = None  # fit without evaluation
     compile_seconds: float = 0.0
-    peak_memory_bytes: int | None = (
-        None  # the CUDA allocator's peak; the resident set's growth on CPU
-    )
+    peak_memory_bytes: int | None = None  # the CUDA allocator's peak; the resident set's on CPU
     final_loss: float | None = None  # mean over the last tenth of the steps
     eval_loss: float | None = None
     eval_accuracy: float | None = None
@@ -55,9 +53,7 @@ class RunResult:
     padding_share: float | None = None
     losses: list[float] = field(default_factory=list)  # one a step
     step_seconds: list[float] = field(default_factory=list)
-    evidence: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # by speed-up: what it changed
+    evidence: dict[str, dict[str, Any]] = field(default_factory=dict)  # by speed-up: what it changed
     kernels: list[str] = field(default_factory=list)
     pretrained: bool | None = None
     warnings: list[str] = field(default_factory=list)

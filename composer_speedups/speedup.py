@@ -78,11 +78,7 @@ class SpeedUp(Algorithm):
         """The constructor's arguments by name: they are the configuration in YAML, too."""
         parameters = dict(inspect.signature(cls.__init__).parameters)
         parameters.pop("self")
-        return {
-            name: p
-            for name, p in parameters.items()
-            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        }
+        return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
     @property
     def evidence(self) -> Evidence:
@@ -116,9 +112,7 @@ class SpeedUp(Algorithm):
             self.on_event(event, state, logger)
         return None
 
-    def report(
-        self, logger: Logger, count: int, nothing: str, **evidence: int | float | str | bool
-    ) -> None:
+    def report(self, logger: Logger, count: int, nothing: str, **evidence: int | float | str | bool) -> None:
         """Say what was changed: to the log, the loggers, and `evidence`. A `count` of 0 warns.
 
         Args:
@@ -155,9 +149,7 @@ def check_combination(algorithms: Sequence[Algorithm]) -> None:
             if other is algorithm:
                 continue
             if other.key() == algorithm.key():
-                raise ConflictError(
-                    f"{algorithm.key()} is listed twice: {other!r} and {algorithm!r}. Keep one."
-                )
+                raise ConflictError(f"{algorithm.key()} is listed twice: {other!r} and {algorithm!r}. Keep one.")
             raise ConflictError(
                 f"{other.key()} and {algorithm.key()} contradict each other: both set the {place}. Keep one of them."
             )

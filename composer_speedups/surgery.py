@@ -7,11 +7,15 @@ tying: there is nothing that could be lost or copied by mistake.
 
 from __future__ import annotations
 
+import copyreg
+import functools
+import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-__all__ = ["swap_classes"]
+__all__ = ["override_methods", "overrides", "swap_classes"]
 
 Choose = Callable[[torch.nn.Module], bool]
 
@@ -37,3 +41,66 @@ def swap_classes(
             module.__class__ = new
             count += 1
     return count
+
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def override_methods(module: torch.nn.Module, names: tuple[str, ...], wrap: Wrap) -> int:
+    """Let the methods `names` of `module` become `wrap(method)`; return how many did.
+
+    The module's class becomes a subclass made on the spot, which keeps the name and adds nothing to the
+    object: `deepcopy` and pickle keep the override, and no hook or attribute tells of it. Applying the same
+    `wrap` twice changes nothing.
+
+    Args:
+        module: changed in place.
+        names: methods; those that its class does not have are passed over.
+        wrap: makes the new method out of the old function (with `self` as its first argument). It must be
+            hashable, comparable and picklable: a frozen dataclass with `__call__` is.
+    """
+    if wrap in overrides(module):
+        return 0
+    base = type(module)
+    present = tuple(name for name in names if inspect.isfunction(getattr(base, name, None)))
+    if present:
+        module.__class__ = _overriding(base, present, wrap)
+    return len(present)
+
+
+def overrides(module: torch.nn.Module) -> list[Wrap]:
+    """Every `wrap` that `override_methods` put around methods of `module`, the outermost first."""
+    return [vars(c)["_override"][2] for c in type(module).__mro__ if "_override" in vars(c)]
+
+
+@functools.cache
+def _overriding(base: type, names: tuple[str, ...], wrap: Wrap) -> type:
+    def method(name: str) -> Callable[..., Any]:
+        old = getattr(base, name)
+        new = functools.update_wrapper(wrap(old), old)
+        new.__signature__ = inspect.signature(old)  # for getfullargspec, which does not unwrap
+        return new
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # Pickle finds a class by its name, and would find `base`; deepcopy takes the same way.
+        maker, arguments, *rest = super(cls, self).__reduce_ex__(protocol)
+        if maker is not copyreg.__newobj__ or type(self) is not cls:
+            return (maker, arguments, *rest)
+        layers = [vars(c)["_override"] for c in reversed(cls.__mro__) if "_override" in vars(c)]
+        return (_remake, (layers[0][0], [layer[1:] for layer in layers]), *rest)
+
+    body = {name: method(name) for name in names} | {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": reduce,
+        "_override": (base, names, wrap),
+    }
+    cls = type(base)(base.__name__, (base,), body)
+    return cls
+
+
+def _remake(cls: type, layers: list[tuple[tuple[str, ...], Wrap]]) -> Any:
+    for names, wrap in layers:
+        cls = _overriding(cls, names, wrap)
+    return cls.__new__(cls)

@@ -94,9 +94,7 @@ def make_trainer(tiny_bert):
     def make(algorithms=(), model=None, optimizer=None, rows: int = 32, **kwargs):
         model = tiny_bert if model is None else model
         composer_model = model if hasattr(model, "eval_forward") else HuggingFaceModel(model)
-        optimizer = optimizer or torch.optim.AdamW(
-            composer_model.parameters(), lr=1e-3, weight_decay=0.01
-        )
+        optimizer = optimizer or torch.optim.AdamW(composer_model.parameters(), lr=1e-3, weight_decay=0.01)
         loader = torch.utils.data.DataLoader(BatchDataset(rows), batch_size=8)
         kwargs = {
             "max_duration": "1ep",

@@ -59,14 +59,8 @@ def apply_adamw_8bit(
     (2, 'AdamW8bit')
     """
     if embeddings_32bit and model is None:
-        raise ValueError(
-            "embeddings_32bit=True needs the model to find the embeddings in: pass model="
-        )
-    keep = (
-        [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-        if embeddings_32bit
-        else []
-    )
+        raise ValueError("embeddings_32bit=True needs the model to find the embeddings in: pass model=")
+    keep = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)] if embeddings_32bit else []
     return become_bnb(optimizer, "AdamW8bit", keep_32_bit=keep, min_8bit_size=min_8bit_size)
 
 
@@ -91,11 +85,7 @@ class AdamW8bit(OptimizerSpeedUp):
         super().__init__(no_decay_on_bias_and_norm)
         if not isinstance(embeddings_32bit, bool):
             raise TypeError(f"embeddings_32bit must be true or false, got {embeddings_32bit!r}")
-        if (
-            isinstance(min_8bit_size, bool)
-            or not isinstance(min_8bit_size, int)
-            or min_8bit_size < 1
-        ):
+        if isinstance(min_8bit_size, bool) or not isinstance(min_8bit_size, int) or min_8bit_size < 1:
             raise ValueError(f"min_8bit_size must be a positive integer, got {min_8bit_size!r}")
         self.embeddings_32bit = embeddings_32bit
         self.min_8bit_size = min_8bit_size

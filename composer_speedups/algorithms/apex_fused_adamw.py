@@ -30,9 +30,7 @@ from composer_speedups.optimizers import OptimizerSpeedUp, become, refuse_unsupp
 
 __all__ = ["ApexFusedAdamW", "apply_apex_fused_adamw"]
 
-_REMEDY = (
-    "build it from github.com/NVIDIA/apex with --cuda_ext, or use fused_adamw, which needs nothing"
-)
+_REMEDY = "build it from github.com/NVIDIA/apex with --cuda_ext, or use fused_adamw, which needs nothing"
 
 
 def apply_apex_fused_adamw(optimizer: Optimizer) -> int:
@@ -72,9 +70,7 @@ class ApexFusedAdamW(OptimizerSpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         if state.fsdp_config is not None:
-            raise SpeedUpUnavailable(
-                "apex_fused_adamw does not know FSDP's sharded parameters. Use fused_adamw."
-            )
+            raise SpeedUpUnavailable("apex_fused_adamw does not know FSDP's sharded parameters. Use fused_adamw.")
         super().install(state, logger)
 
     def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:

@@ -56,7 +56,12 @@ class LowPrecisionNorm(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         count = apply_low_precision_norm(state.model)
-        self.report(logger, count, "no torch.nn.LayerNorm in the model", norm_class=_LowPrecisionLayerNorm.__name__)
+        self.report(
+            logger,
+            count,
+            "no torch.nn.LayerNorm in the model",
+            norm_class=_LowPrecisionLayerNorm.__name__,
+        )
 
 
 class _LowPrecisionLayerNorm(torch.nn.LayerNorm):

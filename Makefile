@@ -1,0 +1,52 @@
+# `make demo` and `make test` set themselves up: a virtual environment and one install, done once, and again
+# when pyproject.toml changes. Both stacks are described in README.md.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3,$(shell command -v $(p) >/dev/null 2>&1 && $(p) -c '' 2>/dev/null && echo $(p))))
+PYTHON312 ?= $(firstword $(foreach p,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),$(shell $(p) -c '' 2>/dev/null && echo $(p))))
+WORKERS ?= 2
+# Each worker computes on one core; two that use all cores each only stand in each other's way.
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: help setup setup-modern demo test test-modern test-all bench lint clean
+
+help:
+	@echo "make demo         fine-tune a small BERT with and without the speed-ups; prints the table (5 minutes on 2 cores)"
+	@echo "make test         the tests, on the pinned stack"
+	@echo "make test-modern  the same tests on torch 2.11 and transformers 5 (Python 3.12)"
+	@echo "make bench        side-by-side measurements against what else one would use"
+	@echo "make lint         ruff"
+
+setup: .venv/.installed
+setup-modern: .venv-modern/.installed
+
+.venv/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 not found; name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
+	.venv/bin/uv pip install --quiet --python .venv/bin/python --editable ".[dev]"
+	@touch $@
+
+.venv-modern/.installed: pyproject.toml requirements/modern.txt
+	@test -n "$(PYTHON312)" || { echo "error: Python 3.12 not found; name one: make PYTHON312=/path/to/python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON312) -m venv .venv-modern
+	.venv-modern/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
+	.venv-modern/bin/uv pip install --quiet --python .venv-modern/bin/python --override requirements/modern.txt --editable ".[dev]"
+	@touch $@
+
+demo: setup
+	@.venv/bin/composer-speedups ablate demo --out runs/demo
+
+test: setup
+	$(call PYTEST,.venv)
+
+test-modern: setup-modern
+	$(call PYTEST,.venv-modern)
+
+test-all: setup
+	$(call PYTEST,.venv) -m "slow or not slow"
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+clean:
+	rm -rf .venv .venv-modern build *.egg-info

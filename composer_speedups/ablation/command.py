@@ -1,0 +1,153 @@
+"""The commands `ablate` and `report`. `cli.py` registers them."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from composer_speedups.errors import RecipeError, UserError
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["ABLATE_EXAMPLE", "REPORT_EXAMPLE", "ablate", "report"]
+
+ABLATE_EXAMPLE = "Example: composer-speedups ablate demo --seeds 3 --out runs/demo task.max_length=64"
+REPORT_EXAMPLE = "Example: composer-speedups report runs/demo"
+
+
+def ablate(
+    what: Annotated[
+        list[str],
+        typer.Argument(metavar="SUITE|RECIPE... [KEY=VALUE]...", help="A suite, or recipes; changes with dotted keys."),
+    ],
+    seeds: Annotated[int, typer.Option(help="Repetitions, each with another seed.", min=1, max=1000)] = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder of the study [default: runs/NAME].")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Compare with this recipe [default: the suite's, or the first].")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Minutes that one run may take.", min=0.01)] = 120.0,
+    retry: Annotated[bool, typer.Option("--retry", help="Make failed and skipped runs again.")] = False,
+) -> None:
+    """Run recipes side by side, each run in a fresh process, and print what each one brings.
+
+    The same command again goes on where it was stopped.
+    """
+    from rich.console import Console
+
+    from composer_speedups.ablation.study import run_study, show_findings
+
+    console = Console()
+    name, recipes, default = _load(what)
+    chosen = _baseline(baseline, [r.name for r in recipes]) if baseline else default
+    folder = out if out is not None else Path("runs") / name
+    _stop_on_termination()
+    result = run_study(
+        recipes,
+        seeds=_seeds(recipes[0].seed, seeds),
+        out=folder,
+        name=name,
+        baseline=chosen,
+        command=_command(what, seeds, out, baseline),
+        timeout=timeout * 60,
+        retry=retry,
+        console=console,
+    )
+    show_findings(result.findings, console)
+    console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+    if result.interrupted:
+        console.print("Stopped. The same command goes on from here.", style="yellow")
+        raise typer.Exit(130)
+    if not any(row["seeds"] for row in result.findings.rows):
+        raise typer.Exit(1)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, such as runs/demo.")],
+) -> None:
+    """Print a study's table again, and write its files anew from the store."""
+    from rich.console import Console
+
+    from composer_speedups.ablation.output import write_all
+    from composer_speedups.ablation.store import Store
+    from composer_speedups.ablation.study import show_findings
+
+    folder = run.parent if run.name == "runs.sqlite" else run
+    if not folder.is_dir():
+        raise UserError(f"no study in {folder}: there is no such folder")
+    console = Console()
+    with Store(folder / "runs.sqlite", create=False) as store:
+        if not store.recipes():
+            raise UserError(f"no study in {folder}: its store is empty")
+        show_findings(write_all(store, folder), console)
+    console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _load(what: list[str]) -> tuple[str, list[Recipe], str]:
+    """Name, recipes and baseline of what was asked for: one suite, or recipes."""
+    from composer_speedups import hardware
+    from composer_speedups.recipes import load_recipes, load_suite, suite_names
+
+    overrides = [word for word in what if "=" in word]
+    names = [word for word in what if "=" not in word]
+    if not names:
+        raise RecipeError("name a suite or a recipe: composer-speedups ablate demo")
+    suites = [n for n in names if n in suite_names() or _is_suite_file(n)]
+    if suites and len(names) > 1:
+        raise RecipeError(f"{suites[0]} is a suite: name one suite, or recipes, not both")
+    # The speed-ups' arguments are checked in the first fresh process: this one stays free of torch.
+    if suites:
+        suite = load_suite(suites[0], hardware.hardware(), overrides, check_arguments=False)
+        return suite.name, suite.recipes, suite.baseline
+    recipes = load_recipes(names, overrides, check_arguments=False)
+    return recipes[0].name.rpartition("/")[2] if len(recipes) == 1 else "study", recipes, recipes[0].name
+
+
+def _is_suite_file(name: str) -> bool:
+    """Whether a YAML file is a suite: it lists recipes."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return False
+    from composer_speedups.recipe_yaml import read_file
+
+    value = read_file(path, str(path)).value
+    sections = [value, *(value[k].value for k in ("cpu", "cuda") if k in value)] if isinstance(value, dict) else []
+    return any(isinstance(section, dict) and "recipes" in section for section in sections)
+
+
+def _baseline(asked: str, names: list[str]) -> str:
+    if asked in names:
+        return asked
+    ends = [n for n in names if n.rpartition("/")[2] == asked]
+    if len(ends) != 1:
+        raise RecipeError(f"the baseline {asked!r} is none of the recipes: {', '.join(names)}")
+    return ends[0]
+
+
+def _seeds(first: int, count: int) -> list[int]:
+    """The recipe's own seed and those after it."""
+    return [(first + n) % 2**32 for n in range(count)]
+
+
+def _command(what: list[str], seeds: int, out: Path | None, baseline: str | None) -> str:
+    words: list[Any] = ["composer-speedups", "ablate", *what, "--seeds", seeds]
+    words += ["--out", out] if out is not None else []
+    words += ["--baseline", baseline] if baseline is not None else []
+    return shlex.join(map(str, words))
+
+
+def _stop_on_termination() -> None:
+    """`kill` ends a study as Ctrl-C does: with everything written that is done."""
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+        return
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)

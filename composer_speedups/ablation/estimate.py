@@ -1,0 +1,90 @@
+"""About how long a study will take: told before it starts, and better with every run that ends."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_speedups.ablation.rows import precision
+from composer_speedups.ablation.store import Run
+
+__all__ = ["duration", "expected_seconds", "remaining_seconds"]
+
+# BERT-base's, where the recipe does not say.
+_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "vocab_size": 30522}
+_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096, "vocab_size": 30522}
+_SHARE = 0.35  # of the attainable matmul speed, before anything has been measured
+_START = 4.0  # seconds for data, model and evaluation's start
+
+
+def expected_seconds(recipe: Mapping[str, Any], peaks: Mapping[str, float], hardware: str) -> float | None:
+    """A rough guess for one run, from its matmuls alone; None if the attainable speed is not known."""
+    peak = peaks.get(precision(recipe, hardware)) or peaks.get("fp32")
+    if not peak:
+        return None
+    task, model = recipe.get("task") or {}, recipe.get("model") or {}
+    shape = (_LARGE if "large" in str(model.get("name")) else _BASE) | {
+        k: v for k, v in (model.get("config") or {}).items() if k in _BASE and isinstance(v, int)
+    }
+    hidden, length = shape["hidden_size"], task.get("max_length") or 256
+    layer = 4 * hidden**2 + 2 * hidden * shape["intermediate_size"] + 2 * hidden * length
+    weights = shape["num_hidden_layers"] * layer
+    if task.get("objective") == "mlm":
+        weights += hidden * shape["vocab_size"]
+    samples = task.get("train_samples") or 8000
+    match = re.fullmatch(r"(\d+)(ep|ba|sp)", str(recipe.get("duration")))
+    amount, unit = (int(match[1]), match[2]) if match else (1, "ep")
+    trained = amount * {"ep": samples, "ba": recipe.get("batch_size") or 32, "sp": 1}[unit]
+    evaluated = (task.get("eval_samples") or samples // 10) if recipe.get("evaluate") else 0
+    # Two operations a weight and token forward, twice that backward.
+    operations = 2 * weights * length * (3 * trained + evaluated)
+    return _START + operations / (_SHARE * peak)
+
+
+def remaining_seconds(
+    runs: Sequence[Run], expected: Mapping[str, float | None], current: Mapping[int, float | None] | None = None
+) -> float | None:
+    """Seconds until the study ends.
+
+    Args:
+        runs: all runs of the study.
+        expected: seconds of one run by recipe, guessed before.
+        current: by run that goes on now: seconds that it needs still, as far as known.
+    """
+    took: dict[str, list[float]] = {}
+    for run in runs:
+        if run.status == "ok" and run.started is not None and run.finished is not None:
+            took.setdefault(run.recipe, []).append(run.finished - run.started)
+    measured = {name: sum(values) / len(values) for name, values in took.items()}
+    # How far off the guesses were so far corrects those that are left.
+    pairs = [(m, expected[n]) for n, m in measured.items() if expected.get(n)]
+    correction = math.exp(sum(math.log(m / e) for m, e in pairs if e) / len(pairs)) if pairs else 1.0
+    total = 0.0
+    for run in runs:
+        if run.status in ("pending", "interrupted", "running"):
+            left = (current or {}).get(run.id)
+            guess = expected.get(run.recipe)
+            one = measured.get(run.recipe)
+            if one is None and guess is not None:
+                one = guess * correction
+            if one is None and measured:
+                one = sum(measured.values()) / len(measured)
+            if left is None and one is None:
+                return None
+            total += left if left is not None else one or 0.0
+    return total
+
+
+def duration(seconds: float) -> str:
+    """In words.
+
+    >>> duration(42), duration(190), duration(9000)
+    ('42 s', '3 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 5400:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"

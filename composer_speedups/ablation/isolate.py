@@ -1,0 +1,364 @@
+"""Run things in fresh processes, and tell how each of them ended, whatever it did.
+
+>>> with Isolation("operator:itemgetter") as isolation:  # doctest: +SKIP
+...     outcome = isolation.run({"recipe": "fp32"}, timeout=60)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from composer_speedups.ablation.worker import MESSAGE_LIMIT
+
+__all__ = ["Isolation", "Outcome"]
+
+LOG_LIMIT = 262_144  # bytes kept of a run's output: its end tells what went wrong
+_SERVER = """
+import json, sys
+setup = json.loads(sys.argv[2])
+descriptor = int(sys.argv[1])
+sys.path[:] = setup["path"]
+sys.argv[:] = ["composer-speedups"]
+from composer_speedups.ablation.worker import main
+main(descriptor, setup["preload"])
+"""
+_TICK = 0.2  # seconds between looks at the clock
+
+
+@dataclass
+class Outcome:
+    """How a run ended. `value` is what the entry returned, or None."""
+
+    status: str
+    reason: str
+    value: Any
+    log: str
+    seconds: float
+
+
+class Isolation:
+    """Runs `entry` (`module:function`) in a fresh process for each call of `run`.
+
+    Args:
+        entry: called as `entry(payload, report)` in the new process; `report` takes plain data.
+        preload: modules imported once and shared by all runs. They must start no thread and leave CUDA alone;
+            where one does, each run gets a new interpreter instead.
+        environment: variables set in every run.
+        shared: False: always a new interpreter for each run.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        preload: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        shared: bool = True,
+    ) -> None:
+        self.entry = entry
+        self.preload = tuple(preload)
+        self.environment = dict(environment or {})
+        self.shared = shared and sys.platform == "linux"  # forks of macOS frameworks crash
+        self.note = "" if self.shared else "every run starts a new interpreter"
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._ready = False
+        self._server_log: BinaryIO | None = None
+
+    def __enter__(self) -> Isolation:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start importing, in the background."""
+        if self._server is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server_log = tempfile.TemporaryFile()
+        preload = self.preload if self.shared else ()
+        with theirs:
+            # -P: a file in the current folder must not hide a module.
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", "-c", _SERVER, str(theirs.fileno()), json.dumps(_setup(preload))],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._server_log,
+                stderr=self._server_log,
+                start_new_session=True,
+            )
+        self._socket, self._ready = ours, False
+
+    def close(self) -> None:
+        """Stop everything that was started."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._server is not None:
+            try:
+                self._server.wait(5)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()
+        if self._server_log is not None:
+            self._server_log.close()
+        self._server = self._socket = self._server_log = None
+
+    def run(
+        self,
+        payload: Any,
+        *,
+        timeout: float | None = None,
+        report: Callable[[Any], None] | None = None,
+        tick: Callable[[], None] | None = None,
+        entry: str | None = None,
+    ) -> Outcome:
+        """Run the entry with `payload` in a fresh process and wait for its end.
+
+        Args:
+            payload: anything that can be pickled.
+            timeout: seconds after which the process is killed.
+            report: called with each thing that the run reports.
+            tick: called a few times a second while the run goes on.
+            entry: another `module:function` than the usual one.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C, after the process was stopped.
+        """
+        job = {"entry": entry or self.entry, "payload": payload, "environment": self.environment}
+        message = pickle.dumps(job)
+        if len(message) > MESSAGE_LIMIT:
+            raise ValueError(f"a run's description of {len(message)} bytes is over {MESSAGE_LIMIT}")
+        events, theirs = os.pipe()
+        try:
+            with tempfile.TemporaryFile() as log:
+                try:
+                    pid = self._launch(message, theirs, log.fileno(), tick)
+                finally:
+                    os.close(theirs)
+                watch = _Watch(pid, events, self._connection(), report, tick)
+                try:
+                    outcome = watch.wait(timeout)
+                except BaseException:
+                    watch.stop()
+                    raise
+                outcome.log = _tail(log)
+        finally:
+            os.close(events)
+            if not self.shared:
+                self.close()
+        if not watch.exited:  # the server itself died: the next run gets a new one
+            self.close()
+        return outcome
+
+    def _launch(self, message: bytes, events: int, log: int, tick: Callable[[], None] | None) -> int:
+        for _ in range(2):
+            self.start()
+            if not self._wait_ready(tick):
+                self.start()
+                self._wait_ready(tick)
+            socket.send_fds(self._connection(), [message], [events, log])
+            reply = self._receive(tick)
+            if "pid" in reply:
+                return reply["pid"]
+            self._give_up_sharing(reply["unsafe"])
+        raise RuntimeError("no process could be started")
+
+    def _wait_ready(self, tick: Callable[[], None] | None) -> bool:
+        """True if the server can fork safely; False once it has been decided to use new interpreters."""
+        if self._ready:
+            return True
+        reply = self._receive(tick)
+        if "error" in reply:
+            self.close()
+            raise RuntimeError(f"the process for runs could not import what they need:\n{reply['error']}")
+        self._ready = True
+        if reply["unsafe"] and self.shared:
+            self._give_up_sharing(reply["unsafe"])
+            return False
+        return True
+
+    def _give_up_sharing(self, reason: str) -> None:
+        if not self.shared:
+            raise RuntimeError(f"a fresh interpreter cannot fork: {reason}")
+        self.shared = False
+        self.note = f"every run starts a new interpreter: {reason}"
+        self.close()
+
+    def _connection(self) -> socket.socket:
+        assert self._socket is not None
+        return self._socket
+
+    def _receive(self, tick: Callable[[], None] | None) -> dict[str, Any]:
+        while not select.select([self._connection()], [], [], _TICK)[0]:
+            if tick is not None:
+                tick()
+        data = self._connection().recv(MESSAGE_LIMIT)
+        if not data:
+            assert self._server_log is not None
+            text = _tail(self._server_log)
+            self.close()
+            raise RuntimeError(f"the process that starts runs ended unexpectedly:\n{text}")
+        return pickle.loads(data)
+
+
+class _Watch:
+    """Follows one run until it ends."""
+
+    def __init__(
+        self,
+        pid: int,
+        events: int,
+        server: socket.socket,
+        report: Callable[[Any], None] | None,
+        tick: Callable[[], None] | None,
+    ) -> None:
+        self.pid, self.events, self.server, self.report, self.tick = pid, events, server, report, tick
+        self.exited = False
+        self._code: int | None = None
+        self._buffer = b""
+        self._result: dict[str, Any] = {}
+        self._open = True
+        self._oom_kills = _oom_kills()
+
+    def wait(self, timeout: float | None) -> Outcome:
+        start = time.monotonic()
+        while not self._look(_TICK):
+            if self.tick is not None:
+                self.tick()
+            if timeout is not None and time.monotonic() - start > timeout:
+                self._signal(signal.SIGUSR1)  # writes where it is into its log
+                self._until(1.0, lambda: False)
+                self._kill()
+                return Outcome("timeout", f"over the time limit of {timeout:g} s", None, "", time.monotonic() - start)
+        return self._outcome(time.monotonic() - start)
+
+    def stop(self) -> None:
+        """End the run: politely, then at once. A second Ctrl-C does not wait."""
+        if self.exited:
+            return
+        try:
+            self._signal(signal.SIGINT)
+            self._until(3.0, lambda: self.exited)
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        if not self.exited:
+            self._signal(signal.SIGKILL)
+            self._until(10.0, lambda: self.exited)
+
+    def _signal(self, number: int) -> None:
+        try:
+            # The group exists once the child has called setsid; before that, only the child itself does.
+            if number == signal.SIGKILL:
+                try:
+                    os.killpg(self.pid, number)
+                except ProcessLookupError:
+                    os.kill(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+        except ProcessLookupError:
+            return
+
+    def _until(self, seconds: float, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + seconds
+        while not done() and time.monotonic() < end and not self._look(0.05):
+            pass
+
+    def _look(self, seconds: float) -> bool:
+        """Take in what has arrived, waiting `seconds` at most; True once the run has ended."""
+        if self.exited:
+            return True
+        watched = [self.server, self.events] if self._open else [self.server]
+        ready, _, _ = select.select(watched, [], [], seconds)
+        if self.events in ready:
+            self._read()
+        if self.server in ready:
+            data = self.server.recv(MESSAGE_LIMIT)
+            if not data:  # the server was killed, and took the run with it
+                self._code = -signal.SIGKILL
+                self._signal(signal.SIGKILL)
+                self._drain()
+                return True
+            message = pickle.loads(data)
+            if message.get("pid") == self.pid and "exit" in message:
+                self.exited = True
+                self._code = message["exit"]
+                self._drain()
+                return True
+        return False
+
+    def _drain(self) -> None:
+        while self._open and select.select([self.events], [], [], 0)[0]:
+            self._read()
+
+    def _read(self) -> None:
+        data = os.read(self.events, 65536)
+        if not data:
+            self._open = False
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            if "progress" in event:
+                if self.report is not None:
+                    self.report(event["progress"])
+            else:
+                self._result = event
+
+    def _outcome(self, seconds: float) -> Outcome:
+        if "result" in self._result:
+            return Outcome("ok", "", self._result["result"], "", seconds)
+        if "failure" in self._result:
+            return Outcome(self._result["failure"], self._result["reason"], None, "", seconds)
+        code = self._code or 0
+        if code == -signal.SIGKILL:
+            if (_oom_kills() or 0) > (self._oom_kills or 0):
+                return Outcome("out_of_memory", "killed by the system for lack of memory", None, "", seconds)
+            reason = "killed by SIGKILL: by the system for lack of memory, or by somebody"
+            return Outcome("failed", reason, None, "", seconds)
+        if code < 0:
+            return Outcome("failed", f"crashed with {signal.Signals(-code).name}", None, "", seconds)
+        return Outcome("failed", f"ended without a result (exit code {code})", None, "", seconds)
+
+
+def _oom_kills() -> int | None:
+    """How many processes of this control group the kernel has killed for lack of memory so far."""
+    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                fields = dict(line.split()[:2] for line in Path(folder, name).read_text().splitlines())
+                return int(fields["oom_kill"])
+            except (OSError, KeyError, ValueError):
+                continue
+    try:
+        fields = dict(line.split()[:2] for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(fields["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _tail(file: BinaryIO) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - LOG_LIMIT))
+    text = file.read().decode(errors="replace")
+    return f"[{size - LOG_LIMIT} earlier bytes left out]\n{text}" if size > LOG_LIMIT else text
+
+
+def _setup(preload: Sequence[str]) -> dict[str, list[str]]:
+    """What the server is told: modules are found where this process finds them."""
+    return {"path": [str(Path(p).absolute()) for p in sys.path], "preload": list(preload)}

@@ -1,0 +1,83 @@
+"""What runs inside the fresh processes of a study: a look at the machine first, then the trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups import hardware, registry
+from composer_speedups.errors import RecipeError, UserError
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["PRELOAD", "survey", "train"]
+
+# Imported once and shared by all runs. None of them may start a thread or touch CUDA (bitsandbytes does).
+PRELOAD = (
+    "torch",
+    "transformers",
+    "transformers.models.bert.modeling_bert",
+    "composer",
+    "composer_speedups.training",
+    "composer_speedups.ablation.jobs",
+)
+
+
+def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    """Look before anything runs: the environment, the attainable speed, and which recipes cannot run here.
+
+    Args:
+        payload: `recipes`: the recipes; `peaks`: precisions whose attainable speed is to be measured.
+        report: not used.
+
+    Returns:
+        `environment`, `skip` (recipe's name -> why it cannot run here), `peaks` (precision -> FLOP/s), and
+        `error`: what is wrong with a recipe, or an empty string.
+    """
+    import torch
+
+    device = torch.device(hardware.hardware())
+    answer: dict[str, Any] = {"environment": hardware.environment(), "skip": {}, "peaks": {}, "error": ""}
+    for recipe in payload["recipes"]:
+        try:
+            speedups = _build(recipe)
+        except UserError as error:
+            return answer | {"error": str(error)}
+        reasons = ((s.key(), s.unavailable(device)) for s in speedups)
+        reason = next((f"{key}: {why}" for key, why in reasons if why is not None), None)
+        if reason is not None:
+            answer["skip"][recipe.name] = reason
+    for precision in payload["peaks"]:
+        try:
+            answer["peaks"][precision] = hardware.matmul_peak(device.type, precision)
+        except RuntimeError:
+            continue  # no such matmul on this device: the MFU stays empty
+    return answer
+
+
+def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    """Train `payload["recipe"]` with `payload["seed"]`; return `RunResult` as plain data."""
+    from composer_speedups.recipes import Recipe
+    from composer_speedups.training import run
+
+    recipe = Recipe.model_validate(payload["recipe"])
+    return run(recipe, seed=payload["seed"], report=lambda progress: report(asdict(progress))).as_dict()
+
+
+def _build(recipe: Recipe) -> Sequence[Any]:
+    """The recipe's speed-ups; a mistake in one is told with the place where it was written."""
+    from composer_speedups.speedup import check_combination
+
+    speedups = []
+    for key, arguments in recipe.speedups.items():
+        try:
+            speedups.append(registry.build(key, **arguments))
+        except UserError as error:
+            raise RecipeError(f"{recipe.where('speedups', key)}: {error}") from None
+    try:
+        check_combination(speedups)
+    except UserError as error:
+        raise RecipeError(f"{recipe.where('speedups')}: {error}") from None
+    return speedups

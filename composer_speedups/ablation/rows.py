@@ -1,0 +1,200 @@
+"""From the store's runs to one row a recipe: what `results.json` holds and every table and plot shows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_speedups.ablation.statistics import Margins, compare_quality, compare_speed, spread
+from composer_speedups.ablation.store import Run
+
+__all__ = ["build_rows", "precision"]
+
+# Fields of a run whose median over the seeds is the row's.
+_MEDIANS = (
+    "real_tokens_per_second",
+    "wallclock_seconds",
+    "train_seconds",
+    "compile_seconds",
+    "peak_memory_bytes",
+    "final_loss",
+    "eval_loss",
+    "eval_accuracy",
+    "padding_share",
+)
+_NOT_RUN = "not run yet"
+
+
+def build_rows(
+    recipes: Mapping[str, dict[str, Any]],
+    runs: Sequence[Run],
+    baseline: str,
+    peaks: Mapping[str, float] | None = None,
+    margins: Margins | None = None,
+    hardware: str = "cpu",
+) -> list[dict[str, Any]]:
+    """One row for each recipe, in order.
+
+    Args:
+        recipes: resolved recipes by name.
+        runs: all runs of the study.
+        baseline: the recipe that the others are compared with.
+        peaks: FLOP/s of a plain matmul by precision, for the MFU.
+        margins: what counts as no loss of quality.
+        hardware: `cpu` or `cuda`.
+    """
+    by_recipe: dict[str, list[Run]] = {name: [] for name in recipes}
+    for run in runs:
+        by_recipe[run.recipe].append(run)
+    base = _good(by_recipe.get(baseline, []))
+    rows = []
+    for name, recipe in recipes.items():
+        good = _good(by_recipe[name])
+        row = _row(name, recipe, by_recipe[name], good)
+        row["baseline"] = name == baseline
+        row["precision"] = precision(recipe, hardware)
+        row["mfu"] = _mfu(good, (peaks or {}).get(row["precision"]))
+        row |= _speed(good, base, name == baseline)
+        row |= _quality(good, base, margins, name == baseline)
+        rows.append(row)
+    return rows
+
+
+def precision(recipe: Mapping[str, Any], hardware: str) -> str:
+    """In which precision a recipe's matmuls run: `fp32`, `tf32`, `fp16` or `bf16`."""
+    speedups = recipe.get("speedups") or {}
+    if "mixed_precision" in speedups:
+        return str((speedups["mixed_precision"] or {}).get("dtype", "bf16"))
+    level = (speedups.get("matmul_precision") or {}).get("precision", "highest")
+    # On CPUs `medium` is bfloat16 inside oneDNN, and `high` changes nothing.
+    if hardware == "cpu":
+        return "bf16" if level == "medium" else "fp32"
+    return "fp32" if level == "highest" else "tf32"
+
+
+def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mapping[int, Run]) -> dict[str, Any]:
+    status, reason = _status(runs, good)
+    results = [run.result for run in good.values()]
+    first = results[0] if results else {}
+    speeds = _values(results, "samples_per_second")
+    middle = spread(speeds)
+    row: dict[str, Any] = {
+        "recipe": name,
+        "description": recipe.get("description", ""),
+        "status": status,
+        "reason": reason,
+        "batch_size": first.get("batch_size") or recipe.get("batch_size"),
+        "learning_rate": first.get("learning_rate") or recipe.get("learning_rate"),
+        "seeds": sorted(good),
+        "samples_per_second": middle[0] if middle else None,
+        "samples_per_second_spread": [middle[1], middle[2]] if middle else None,
+    }
+    for key in _MEDIANS:
+        values = _values(results, key)
+        row[key] = statistics.median(values) if values else None
+    row |= {
+        "steps": first.get("steps"),
+        "warmup_steps": first.get("warmup_steps"),
+        "kernels": sorted({kernel for result in results for kernel in result.get("kernels") or []}),
+        "evidence": first.get("evidence") or {},
+        "pretrained": first.get("pretrained"),
+        "warnings": sorted({w for result in results for w in result.get("warnings") or []}),
+        "published": recipe.get("published"),
+        "runs": [
+            {
+                "seed": run.seed,
+                "status": run.status,
+                "reason": run.reason,
+                "samples_per_second": run.result.get("samples_per_second"),
+                "wallclock_seconds": run.result.get("wallclock_seconds"),
+                "final_loss": run.result.get("final_loss"),
+                "eval_accuracy": run.result.get("eval_accuracy"),
+                "peak_memory_bytes": run.result.get("peak_memory_bytes"),
+            }
+            for run in runs
+        ],
+    }
+    return row
+
+
+def _status(runs: Sequence[Run], good: Mapping[int, Run]) -> tuple[str, str]:
+    """`ok`, `skipped` or `failed`, and why."""
+    bad = [run for run in runs if run.status not in ("ok", "pending", "running", "interrupted")]
+    if good:
+        if not bad:  # a run that ended well may still have something to say
+            return "ok", next((run.reason for run in good.values() if run.reason), "")
+        return "ok", f"{len(bad)} of {len(runs)} seeds: {_why(bad[0])}"
+    failures = [run for run in bad if run.status != "skipped"]
+    if failures:
+        return "failed", _why(failures[0])
+    if bad:
+        return "skipped", bad[0].reason
+    return "skipped", _NOT_RUN
+
+
+def _why(run: Run) -> str:
+    words = {"out_of_memory": "out of memory", "timeout": ""}.get(run.status, "")
+    return f"{words}: {run.reason}" if words else run.reason
+
+
+def _good(runs: Sequence[Run]) -> dict[int, Run]:
+    return {run.seed: run for run in runs if run.status == "ok"}
+
+
+def _values(results: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [float(result[key]) for result in results if isinstance(result.get(key), (int, float))]
+
+
+def _mfu(good: Mapping[int, Run], peak: float | None) -> float | None:
+    flops = _values([run.result for run in good.values()], "model_flops_per_second")
+    return statistics.median(flops) / peak if flops and peak else None
+
+
+def _speed(good: Mapping[int, Run], base: Mapping[int, Run], is_baseline: bool) -> dict[str, Any]:
+    if is_baseline:
+        verdict = "baseline" if good else "not judged"
+        value = 1.0 if good else None
+        return _speed_fields(value, None, verdict, "", None)
+    if not good:
+        return _speed_fields(None, None, "not judged", "", None)
+    ratio = compare_speed(*(_by_seed(runs, "samples_per_second") for runs in (good, base)))
+    interval = None if ratio.low is None or ratio.high is None else [ratio.low, ratio.high]
+    return _speed_fields(ratio.value, interval, ratio.verdict, ratio.note, ratio.seeds_needed)
+
+
+def _speed_fields(
+    value: float | None, interval: list[float] | None, verdict: str, note: str, needed: int | None
+) -> dict[str, Any]:
+    return {
+        "speedup": value,
+        "speedup_interval": interval,
+        "speed_verdict": verdict,
+        "speed_note": note,
+        "speed_seeds_needed": needed,
+    }
+
+
+def _quality(
+    good: Mapping[int, Run], base: Mapping[int, Run], margins: Margins | None, is_baseline: bool
+) -> dict[str, Any]:
+    fields = {"stable": None, "quality_verdict": "not judged", "quality_note": "", "worse_by": {}}
+    if not good:
+        return fields
+    measured = {seed: run.result for seed, run in good.items()}
+    if is_baseline:
+        finite = all(result.get("finite", True) for result in measured.values())
+        verdict = "baseline" if finite else "unstable"
+        note = "" if finite else "the loss was not finite"
+        return fields | {"stable": finite, "quality_verdict": verdict, "quality_note": note}
+    quality = compare_quality(measured, {seed: run.result for seed, run in base.items()}, margins)
+    return {
+        "stable": quality.stable,
+        "quality_verdict": quality.verdict,
+        "quality_note": quality.note,
+        "worse_by": quality.worse_by,
+    }
+
+
+def _by_seed(runs: Mapping[int, Run], key: str) -> dict[int, float]:
+    return {s: float(r.result[key]) for s, r in runs.items() if isinstance(r.result.get(key), (int, float))}

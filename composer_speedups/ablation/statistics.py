@@ -1,0 +1,214 @@
+"""What the measured numbers allow to be said, and what they do not.
+
+Runs with the same seed stand side by side: they were made in the same round, so what the machine did in
+that round burdens both, and their ratio (or difference) is free of it.
+
+An interval is the wider of two: the bootstrap of the median, which assumes nothing but is too narrow for
+a handful of seeds (of three values it can never leave their range), and Student's t, which is honest about
+few seeds but assumes a bell curve (of the logarithms, for ratios).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CONFIDENCE", "Margins", "Quality", "Ratio", "compare_quality", "compare_speed", "spread"]
+
+CONFIDENCE = 0.95
+_RESAMPLES = 5000
+_MOST_SEEDS = 30  # more than this many is no advice
+
+
+@dataclass(frozen=True)
+class Margins:
+    """How much worse than the baseline still counts as no loss of quality.
+
+    Attributes:
+        accuracy: points of evaluation accuracy, as a fraction: 0.01 is one point of a hundred.
+        loss: of the loss, as a share of the baseline's...
+        loss_floor: ...but never less than this: a share of a loss near zero is nothing.
+    """
+
+    accuracy: float = 0.01
+    loss: float = 0.05
+    loss_floor: float = 0.02
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Speed against the baseline's. `low` and `high` are None where one seed tells nothing about spread."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    seeds: int
+    verdict: str  # faster, slower, no difference shown, not judged
+    seeds_needed: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Quality against the baseline's. Differences are positive where the recipe is worse."""
+
+    verdict: str  # quality holds, quality not shown to hold, unstable, not judged
+    stable: bool | None
+    note: str
+    worse_by: dict[str, dict[str, float | None]]  # metric -> value, high (upper bound), margin
+    seeds_needed: int | None = None
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float] | None:
+    """Median, lowest and highest.
+
+    >>> spread([3.0, 1.0, 2.0])
+    (2.0, 1.0, 3.0)
+    """
+    return (statistics.median(values), min(values), max(values)) if values else None
+
+
+def compare_speed(measured: Mapping[int, float], baseline: Mapping[int, float]) -> Ratio:
+    """The speed-up over the seeds that both have.
+
+    Args:
+        measured: speed (more is better) by seed.
+        baseline: likewise.
+
+    >>> compare_speed({0: 2.0, 1: 2.02, 2: 1.98}, {0: 1.0, 1: 1.0, 2: 1.0}).verdict
+    'faster'
+    """
+    ratios = [measured[s] / baseline[s] for s in sorted(measured.keys() & baseline.keys()) if baseline[s] > 0]
+    ratios = [r for r in ratios if r > 0 and math.isfinite(r)]
+    if not ratios:
+        return Ratio(None, None, None, 0, "not judged", note="the baseline has no run with the same seed")
+    value = statistics.median(ratios)
+    if len(ratios) == 1:
+        return Ratio(value, None, None, 1, "not judged", 3, "one seed tells nothing about the spread: run 3 or more")
+    logs = [math.log(r) for r in ratios]
+    low, high = (math.exp(bound) for bound in _interval(logs))
+    if low > 1:
+        verdict = "faster"
+    elif high < 1:
+        verdict = "slower"
+    else:
+        verdict = "no difference shown"
+    needed, note = None, ""
+    if verdict == "no difference shown":
+        effect = abs(statistics.mean(logs))
+        needed = _seeds_needed(statistics.stdev(logs), effect, len(ratios))
+        if needed is not None:
+            note = f"if it is real, about {needed} seeds would show it"
+    return Ratio(value, low, high, len(ratios), verdict, needed, note)
+
+
+def compare_quality(
+    measured: Mapping[int, Mapping[str, Any]],
+    baseline: Mapping[int, Mapping[str, Any]],
+    margins: Margins | None = None,
+) -> Quality:
+    """Non-inferiority: is every metric, with 95 % confidence, not worse than the baseline's by over its margin?
+
+    Args:
+        measured: by seed: `finite`, `final_loss`, `eval_loss`, `eval_accuracy`, each of them None if not measured.
+        baseline: likewise.
+        margins: what still counts as no loss of quality.
+    """
+    margins = margins or Margins()
+    broken = [seed for seed, run in measured.items() if not run.get("finite", True)]
+    if broken:
+        which = ", ".join(map(str, broken))
+        return Quality("unstable", False, f"the loss was not finite (seed {which})", {})
+    seeds = sorted(measured.keys() & baseline.keys())
+    if not seeds:
+        return Quality("not judged", None, "the baseline has no run with the same seed", {})
+    worse_by: dict[str, dict[str, float | None]] = {}
+    lost, open_, needed = [], [], []
+    for metric, sign in (("eval_accuracy", -1.0), ("final_loss", 1.0)):
+        pairs = [
+            (float(measured[s][metric]), float(baseline[s][metric]))
+            for s in seeds
+            if _is_number(measured[s].get(metric)) and _is_number(baseline[s].get(metric))
+        ]
+        if not pairs:
+            continue
+        reference = statistics.median(b for _, b in pairs)
+        relative = max(margins.loss * abs(reference), margins.loss_floor)
+        margin = margins.accuracy if metric == "eval_accuracy" else relative
+        differences = [sign * (m - b) for m, b in pairs]
+        value = statistics.median(differences)
+        # One-sided: only being worse counts, so the bounds belong to 90 % two-sided.
+        low, high = _interval(differences, 2 * CONFIDENCE - 1) if len(differences) > 1 else (None, None)
+        worse_by[metric] = {"value": value, "high": high, "margin": margin}
+        if low is not None and high is not None:
+            if low > margin:
+                lost.append(f"{_NAMES[metric]} worse by {value:.4g}, margin {margin:.3g}")
+            elif high > margin:
+                open_.append(f"{_NAMES[metric]} may be worse by up to {high:.4g}, margin {margin:.3g}")
+                gap = margin - statistics.mean(differences)
+                needed.append(_seeds_needed(statistics.stdev(differences), gap, len(differences), one_sided=True))
+    if not worse_by:
+        return Quality("not judged", None, "no quality was measured", {})
+    if lost:
+        return Quality("unstable", False, "; ".join(lost), worse_by)
+    if len(seeds) == 1:
+        return Quality("not judged", None, "one seed tells nothing about the spread: run 3 or more", worse_by, 3)
+    if open_:
+        known = [n for n in needed if n is not None]
+        count = max(known) if known and len(known) == len(needed) else None
+        note = "; ".join(open_) + (f"; about {count} seeds would tell" if count else "")
+        return Quality("quality not shown to hold", None, note, worse_by, count)
+    note = "; ".join(
+        f"{_NAMES[name]} worse by at most {max(0.0, m['high'] or 0.0):.3g}, margin {m['margin']:.3g}"
+        for name, m in worse_by.items()
+    )
+    return Quality("quality holds", True, note, worse_by)
+
+
+_NAMES = {"eval_accuracy": "accuracy", "final_loss": "final loss"}
+
+
+def _interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    import numpy as np
+    from scipy import stats
+
+    data = np.asarray(values, dtype=float)
+    centre, error = data.mean(), stats.sem(data)
+    if error == 0:
+        return float(centre), float(centre)
+    half = float(stats.t.ppf(0.5 + confidence / 2, len(data) - 1) * error)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        booted = stats.bootstrap(
+            (data,),
+            np.median,
+            confidence_level=confidence,
+            n_resamples=_RESAMPLES,
+            method="percentile",
+            vectorized=True,
+            rng=np.random.default_rng(17),
+        ).confidence_interval
+    return min(centre - half, float(booted.low)), max(centre + half, float(booted.high))
+
+
+def _seeds_needed(deviation: float, effect: float, at_least: int, one_sided: bool = False) -> int | None:
+    """How many seeds would show an effect of this size, if the spread stays; None if over thirty."""
+    from scipy import stats
+
+    if effect <= 0:
+        return None
+    quantile: Callable[[int], float] = lambda n: float(  # noqa: E731
+        stats.t.ppf(CONFIDENCE if one_sided else 0.5 + CONFIDENCE / 2, n - 1)
+    )
+    for n in range(max(at_least + 1, 3), _MOST_SEEDS + 1):
+        if quantile(n) * deviation / math.sqrt(n) < effect:
+            return n
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,265 @@
+"""Make a study: plan it, run it in fresh processes, keep what is found, and show how far it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+
+from composer_speedups import hardware
+from composer_speedups.ablation.estimate import duration, expected_seconds, remaining_seconds
+from composer_speedups.ablation.isolate import Isolation, Outcome
+from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.ablation.output import Findings, findings, write_all
+from composer_speedups.ablation.plan import interleave
+from composer_speedups.ablation.progress import Display
+from composer_speedups.ablation.rows import precision
+from composer_speedups.ablation.store import DONE, LEASE_SECONDS, Run, Store, StoreError
+from composer_speedups.ablation.tables import notes, short_names, terminal_table
+from composer_speedups.errors import UserError
+
+__all__ = ["TIMEOUT", "Entries", "StudyResult", "run_study", "show_findings"]
+
+TIMEOUT = 2 * 3600.0  # seconds that one run may take
+_JOBS = "composer_speedups.ablation.jobs"
+
+
+class _Recipe(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What runs in the fresh processes. Tests put something quicker in its place."""
+
+    train: str = f"{_JOBS}:train"
+    survey: str = f"{_JOBS}:survey"
+    preload: tuple[str, ...] = PRELOAD
+
+
+@dataclass
+class StudyResult:
+    """What came of it."""
+
+    folder: Path
+    findings: Findings
+    interrupted: bool = False
+
+
+def run_study(
+    recipes: Sequence[_Recipe],
+    *,
+    seeds: Sequence[int],
+    out: Path,
+    name: str = "study",
+    baseline: str | None = None,
+    command: str = "",
+    timeout: float | None = TIMEOUT,
+    retry: bool = False,
+    console: Console | None = None,
+    entries: Entries | None = None,
+) -> StudyResult:
+    """Run every recipe with every seed, each in a fresh process, and write the results into `out`.
+
+    The same call again goes on where the last one stopped, however it was stopped. Two calls at once share
+    the work.
+
+    Args:
+        recipes: what is compared, in the order of the table.
+        seeds: of the repetitions.
+        out: the folder of the study.
+        name: shown above the table.
+        baseline: the recipe that the others are compared with; None is the first.
+        command: how to make this study again; goes into the report.
+        timeout: seconds after which a run is stopped; None is never.
+        retry: make runs again that had failed or were skipped.
+        console: where progress is shown.
+        entries: what runs in the processes.
+
+    Raises:
+        UserError: a recipe is wrong, or `out` cannot be used.
+    """
+    if not recipes:
+        raise UserError("nothing to study: name a suite or a recipe")
+    if not seeds:
+        raise UserError("nothing to study: no seeds. Write --seeds 1 or more")
+    entries = entries or Entries()
+    console = console or Console()
+    names = [recipe.name for recipe in recipes]
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise UserError(f"{', '.join(twice)} is listed twice. Keep one")
+    baseline = baseline or names[0]
+    if baseline not in names:
+        raise UserError(f"the baseline {baseline} is none of the recipes: {', '.join(names)}")
+    resolved = [(recipe.name, recipe.to_dict()) for recipe in recipes]
+    folder = Path(out)
+    with Isolation(entries.train, entries.preload) as isolation, Store(folder / "runs.sqlite") as store:
+        # The order of the baseline comes first: everything is compared with it.
+        order = [baseline, *(n for n in names if n != baseline)]
+        store.begin({"name": name, "baseline": baseline, "command": command, "created": time.time()}, resolved)
+        store.plan(interleave(order, seeds))
+        if retry:
+            store.retry()
+        study = _Study(store, isolation, folder, dict(resolved), timeout, console)
+        if study.left():
+            study.look(entries.survey, recipes)
+            study.announce(name, seeds)
+        else:
+            console.print(f"Nothing left to run: {escape(str(folder))} is complete.")
+        interrupted = False
+        try:
+            study.work()
+        except KeyboardInterrupt:
+            interrupted = True
+        found = write_all(store, folder)
+    return StudyResult(folder, found, interrupted)
+
+
+class _Study:
+    """One process's part in a study."""
+
+    def __init__(
+        self,
+        store: Store,
+        isolation: Isolation,
+        folder: Path,
+        recipes: dict[str, dict[str, Any]],
+        timeout: float | None,
+        console: Console,
+    ) -> None:
+        self.store, self.isolation, self.folder = store, isolation, folder
+        self.recipes, self.timeout, self.console = recipes, timeout, console
+        self.environment: int | None = None
+        self.facts: dict[str, Any] = {}
+        self.expected: dict[str, float | None] = {}
+        self.short = dict(zip(recipes, short_names(list(recipes)), strict=True))
+
+    def left(self) -> int:
+        return sum(count for status, count in self.store.counts().items() if status not in DONE)
+
+    def look(self, entry: str, recipes: Sequence[_Recipe]) -> None:
+        """Ask a fresh process about the machine and the recipes."""
+        self.console.print("Looking at this machine ...", style="dim")
+        known = self.store.study().get("peaks") or {}
+        kind = hardware.hardware()
+        wanted = sorted({precision(r, kind) for r in self.recipes.values()} - known.keys())
+        payload = {"recipes": list(recipes), "peaks": wanted}
+        outcome = self.isolation.run(payload, timeout=600, entry=entry)
+        if outcome.value is None:
+            raise UserError(f"cannot look at this machine: {outcome.reason}\n{outcome.log}".strip())
+        answer = outcome.value
+        if answer["error"]:
+            raise UserError(answer["error"])
+        self.facts = answer["environment"]
+        for before in self.store.environments().values():
+            difference = hardware.same_machine(before, self.facts)
+            if difference:
+                raise StoreError(
+                    f"{self.folder} was measured on another machine or installation ({difference}): "
+                    f"its speeds cannot be compared with this one's. Choose another --out"
+                )
+        self.environment = self.store.add_environment(self.facts)
+        peaks = known | answer["peaks"]
+        if answer["peaks"]:
+            self.store.note(peaks=peaks)
+        for name, reason in answer["skip"].items():
+            self.store.skip(name, reason)
+        self.expected = {n: expected_seconds(r, peaks, kind) for n, r in self.recipes.items()}
+
+    def announce(self, name: str, seeds: Sequence[int]) -> None:
+        """Say what will run, on what, and for about how long."""
+        runs = self.store.runs()
+        left = [run for run in runs if run.status not in DONE]
+        skipped = {run.recipe: run.reason for run in runs if run.status == "skipped"}
+        finished = sum(run.status in DONE and run.status != "skipped" for run in runs)
+        say = self.console.print
+        say(f"[bold]{escape(name)}[/]: {len(self.recipes)} recipes, {len(seeds)} seed{'s' * (len(seeds) > 1)}")
+        say(f"On {escape(hardware.summary(self.facts))}")
+        if finished:
+            say(f"{finished} runs are finished already and are kept")
+        for recipe, reason in skipped.items():
+            say(f"  skipped [dim]{escape(self.short[recipe])}: {escape(reason)}[/]")
+        if self.isolation.note:
+            say(f"  [dim]{escape(self.isolation.note)}[/]")
+        seconds = remaining_seconds(runs, self.expected)
+        about = f", about {duration(seconds)}" if seconds is not None else ""
+        which = ", ".join(dict.fromkeys(self.short[run.recipe] for run in left))
+        say(f"To run: {len(left)} runs{about}: {escape(which)}")
+        say(f"Results go to {escape(str(self.folder))}", soft_wrap=True)
+
+    def work(self) -> None:
+        """Take runs until none is left; write the outputs after each."""
+        with Display(self.console, self.short) as display:
+            while True:
+                run = self.store.claim(self.environment)
+                if run is None:
+                    if not self.left():
+                        return
+                    # Another process has the last runs; if it dies, its claim ends, and the run comes here.
+                    display.waiting("another process is at the last runs of this study")
+                    time.sleep(1.0)
+                    continue
+                self._one(run, display)
+                write_all(self.store, self.folder)
+
+    def _one(self, run: Run, display: Display) -> None:
+        runs = self.store.runs()
+        display.start(run, runs, self.expected)
+        renewed = time.monotonic()
+
+        def tick() -> None:
+            nonlocal renewed
+            display.tick()
+            if time.monotonic() - renewed > LEASE_SECONDS / 6:
+                renewed = time.monotonic()
+                self.store.renew(run)
+
+        payload = {"recipe": self.recipes[run.recipe], "seed": run.seed}
+        try:
+            outcome = self.isolation.run(payload, timeout=self.timeout, report=display.progress, tick=tick)
+        except BaseException:
+            self.store.finish(run, "interrupted", "stopped by the user", None, "")
+            raise
+        status, reason = _judged(outcome)
+        self.store.finish(run, status, reason, outcome.value, outcome.log)
+        display.finished(run, status, reason, outcome)
+        if status == "skipped":  # what this machine lacks, it lacks for every seed
+            self.store.skip(run.recipe, reason)
+        if status == "interrupted":
+            raise KeyboardInterrupt
+
+
+def _judged(outcome: Outcome) -> tuple[str, str]:
+    """What the run says of itself goes before what its process did."""
+    value = outcome.value
+    if isinstance(value, dict) and "status" in value:
+        return value["status"], value.get("reason", "")
+    return outcome.status, outcome.reason
+
+
+def show_findings(found: Findings, console: Console) -> None:
+    """Print conditions, table, notes and verdict."""
+    console.print()
+    for line in found.conditions:
+        console.print(line, style="dim", soft_wrap=False, markup=False, highlight=False)
+    console.print()
+    console.print(terminal_table(found.rows, console.width))
+    console.print()
+    for line in notes(found.rows):
+        console.print(f"- {line}", markup=False, highlight=False)
+    console.print(found.sentence, style="bold", markup=False, highlight=False)
+
+
+def read_findings(folder: Path) -> Findings:
+    """The findings of the study in `folder`, without running anything."""
+    with Store(Path(folder) / "runs.sqlite", create=False) as store:
+        return findings(store)

@@ -1,0 +1,324 @@
+"""The table of a study: in the terminal, in markdown, csv and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups import hardware
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "COLUMNS",
+    "cell",
+    "conditions",
+    "csv_table",
+    "markdown_table",
+    "notes",
+    "sentence",
+    "short_names",
+    "terminal_table",
+]
+
+Row = Mapping[str, Any]
+
+
+def conditions(environment: Row, study: Row, rows: Sequence[Row], recipes: Mapping[str, Row]) -> list[str]:
+    """The lines above a table, without which its numbers mean nothing."""
+    first = recipes[study["baseline"]]
+    task, model = first.get("task") or {}, first.get("model") or {}
+    counted = [row for row in rows if row["seeds"]]
+    seeds = sorted({seed for row in counted for seed in row["seeds"]})
+    steps = sorted({row["steps"] for row in counted if row.get("steps")})
+    what = [f"{task.get('name', '?')} ({task.get('objective', '?')})"]
+    if task.get("train_samples"):
+        what.append(f"{task['train_samples']:,} samples")
+    if task.get("max_length"):
+        what.append(f"{task['max_length']} tokens {'padded' if task.get('padding') == 'max_length' else 'at most'}")
+    what.append(f"duration {first.get('duration', '?')}")
+    changed = ", ".join(f"{k}={v}" for k, v in (model.get("config") or {}).items())
+    weights = {True: "pretrained", False: "random weights"}.get(
+        next((row["pretrained"] for row in counted if row.get("pretrained") is not None), None), ""
+    )
+    name = str(model.get("name", "?")) + (f" ({changed})" if changed else "")
+    lines = [
+        f"Hardware: {hardware.summary(environment)}",
+        f"Task: {', '.join(what)}",
+        f"Model: {name}" + (f", {weights}" if weights else ""),
+    ]
+    if counted:
+        span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]) if steps else "?"
+        lines.append(
+            f"Runs: seeds {', '.join(map(str, seeds))}; {span} steps; interleaved, each in a fresh process; "
+            f"medians over seeds; baseline {study['baseline']}"
+        )
+    return lines
+
+
+def sentence(rows: Sequence[Row]) -> str:
+    """The verdict in a sentence or two."""
+    base = next((row for row in rows if row.get("baseline")), None)
+    if base is None or not base["seeds"]:
+        why = f": {base['reason']}" if base and base["reason"] else ""
+        return f"No verdict: the baseline has no finished run{why}."
+    measured = [row for row in rows if row["seeds"] and not row.get("baseline") and row["speedup"] is not None]
+    if not measured:
+        return "No verdict: only the baseline has been measured."
+    names = dict(zip((row["recipe"] for row in rows), short_names([row["recipe"] for row in rows]), strict=True))
+    if all(row["speed_verdict"] == "not judged" for row in measured):
+        best = max(measured, key=lambda row: row["speedup"])
+        return (
+            f"Too few seeds to judge: {names[best['recipe']]} measured highest, {best['speedup']:.2f} times "
+            f"the baseline's speed; run 3 seeds or more (--seeds 3) to tell what is real."
+        )
+    kept = [row for row in measured if row["speed_verdict"] == "faster" and row["quality_verdict"] == "quality holds"]
+    fast = [row for row in measured if row["speed_verdict"] == "faster"]
+    if kept:
+        best = max(kept, key=lambda row: row["speedup"])
+        low, high = best["speedup_interval"]
+        return (
+            f"{names[best['recipe']]} is the fastest whose quality holds: {best['speedup']:.2f} times the "
+            f"baseline's speed (95 % interval {low:.2f} to {high:.2f})."
+        )
+    if fast:
+        best = max(fast, key=lambda row: row["speedup"])
+        return (
+            f"{names[best['recipe']]} is faster, {best['speedup']:.2f} times the baseline's speed, but "
+            f"{best['quality_verdict'].replace('unstable', 'it is unstable')}: {best['quality_note']}."
+        )
+    return "No recipe was shown to be faster than the baseline."
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names without the folder that all of them share.
+
+    >>> short_names(["finetune/fp32", "finetune/fp16"])
+    ['fp32', 'fp16']
+    """
+    shared = os.path.commonprefix(list(names))
+    cut = shared.rfind("/") + 1
+    return [name[cut:] for name in names]
+
+
+def terminal_table(rows: Sequence[Row], width: int = 100) -> Table:
+    """The table for a terminal of `width` columns; reasons and notes are in `notes`."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", width=min(width, 100), expand=False)
+    table.add_column("Recipe", overflow="fold", ratio=1)
+    published = any(_published(row) for row in rows)
+    heads = ["Batch", "LR", "Samples/s", "Speed-up"] + ["Publ."] * published
+    for head in (*heads, "Wall s", "Compile", "MB", "Loss", "Acc.", "Stable"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row, name in zip(rows, short_names([row["recipe"] for row in rows]), strict=True):
+        if not row["seeds"]:
+            blank = [""] * (len(table.columns) - 4)
+            table.add_row(
+                name, _integer(row["batch_size"]), _rate(row["learning_rate"]), row["status"], *blank, style="dim"
+            )
+            continue
+        cells = [_integer(row["batch_size"]), _rate(row["learning_rate"]), _speed(row), _speedup(row)]
+        if published:
+            cells.append(_published(row))
+        style = {"faster": "green", "slower": "red"}.get(row["speed_verdict"], "")
+        cells[3] = f"[{style}]{cells[3]}[/]" if style else cells[3]
+        cells += [
+            _fixed(row["wallclock_seconds"], 1),
+            _fixed(row["compile_seconds"] or None, 1),
+            _fixed(row["peak_memory_bytes"], 0, 1e-6),
+            _fixed(row["final_loss"], 3),
+            _fixed(row["eval_accuracy"], 3),
+            _stable(row),
+        ]
+        table.add_row(name, *cells)
+    return table
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What belongs under a table: why rows were skipped or failed, and what the marks mean."""
+    names = short_names([row["recipe"] for row in rows])
+    reasons: dict[str, list[str]] = {}
+    for row, name in zip(rows, names, strict=True):
+        if row["reason"]:
+            label = row["status"] if not row["seeds"] else "partly failed"
+            reasons.setdefault(f"{label}: {row['reason']}", []).append(name)
+    lines = [f"{', '.join(who)} {reason}" for reason, who in reasons.items()]
+    for row, name in zip(rows, names, strict=True):
+        if row["speed_verdict"] == "no difference shown":
+            lines.append(
+                f"{name}: no difference in speed shown" + (f"; {row['speed_note']}" if row["speed_note"] else "")
+            )
+        if row["quality_verdict"] in ("unstable", "quality not shown to hold"):
+            lines.append(f"{name}: {row['quality_verdict']}: {row['quality_note']}")
+    if any(row["speed_verdict"] == "not judged" and row["seeds"] for row in rows):
+        lines.append("Stable ?, speed not judged: one seed tells nothing about the spread; run 3 or more (--seeds 3)")
+    return lines
+
+
+COLUMNS = (
+    ("Recipe", "recipe"),
+    ("Batch", "batch_size"),
+    ("LR", "learning_rate"),
+    ("Samples/s", "samples_per_second"),
+    ("Real tokens/s", "real_tokens_per_second"),
+    ("MFU", "mfu"),
+    ("Speed-up", "speedup"),
+    ("Published", "published"),
+    ("Wall-clock s", "wallclock_seconds"),
+    ("Compile s", "compile_seconds"),
+    ("Peak MB", "peak_memory_bytes"),
+    ("Final loss", "final_loss"),
+    ("Accuracy", "eval_accuracy"),
+    ("Stable", "stable"),
+    ("Verdict", "verdict"),
+)
+
+
+def markdown_table(rows: Sequence[Row], lines: Sequence[str] = ()) -> str:
+    """`table.md`: the conditions, the table, the notes."""
+    out = [f"- {line}" for line in lines]
+    out += ["", sentence(rows), ""]
+    out.append("| " + " | ".join(head for head, _ in COLUMNS) + " |")
+    out.append("|" + "|".join("---" if n in (0, len(COLUMNS) - 1) else "---:" for n in range(len(COLUMNS))) + "|")
+    for row in rows:
+        cells = [cell(row, key) for _, key in COLUMNS]
+        out.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    out += ["", *(f"- {note}" for note in notes(rows))]
+    return "\n".join(out).rstrip() + "\n"
+
+
+def csv_table(rows: Sequence[Row]) -> str:
+    """`table.csv`: plain numbers, one row a recipe; nested things are left to `results.json`."""
+    buffer = io.StringIO()
+    flat = [_flat(row) for row in rows]
+    writer = csv.DictWriter(buffer, list(flat[0]) if flat else ["recipe"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return buffer.getvalue()
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    published = row.get("published") or {}
+    low, high = row["samples_per_second_spread"] or (None, None)
+    speed_low, speed_high = row["speedup_interval"] or (None, None)
+    return {
+        "recipe": row["recipe"],
+        "status": row["status"],
+        "reason": row["reason"],
+        "batch_size": row["batch_size"],
+        "learning_rate": row["learning_rate"],
+        "seeds": " ".join(map(str, row["seeds"])),
+        "samples_per_second": row["samples_per_second"],
+        "samples_per_second_low": low,
+        "samples_per_second_high": high,
+        "real_tokens_per_second": row["real_tokens_per_second"],
+        "mfu": row["mfu"],
+        "speedup": row["speedup"],
+        "speedup_low": speed_low,
+        "speedup_high": speed_high,
+        "speed_verdict": row["speed_verdict"],
+        "wallclock_seconds": row["wallclock_seconds"],
+        "compile_seconds": row["compile_seconds"],
+        "peak_memory_bytes": row["peak_memory_bytes"],
+        "final_loss": row["final_loss"],
+        "eval_loss": row["eval_loss"],
+        "eval_accuracy": row["eval_accuracy"],
+        "stable": row["stable"],
+        "quality_verdict": row["quality_verdict"],
+        "kernels": " ".join(row["kernels"]),
+        "published_samples_per_second": published.get("samples_per_second"),
+        "published_speedup": published.get("speedup"),
+        "published_wallclock_seconds": published.get("wallclock_seconds"),
+        "published_stable": published.get("stable"),
+    }
+
+
+def cell(row: Row, key: str) -> str:
+    if key == "recipe":
+        return str(row["recipe"])
+    if key == "batch_size":
+        return _integer(row["batch_size"])
+    if key == "learning_rate":
+        return _rate(row["learning_rate"])
+    if key == "published":
+        return _published_long(row)
+    if not row["seeds"]:
+        return f"{row['status']}: {row['reason']}" if key == "verdict" else ""
+    value = row.get(key)
+    if key == "samples_per_second":
+        return _speed(row)
+    if key == "speedup":
+        interval = row["speedup_interval"]
+        return _speedup(row) + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+    if key == "stable":
+        return _stable(row)
+    if key == "verdict":
+        words = [w for w in dict.fromkeys((row["speed_verdict"], row["quality_verdict"])) if w]
+        return ", ".join(words)
+    if key == "mfu":
+        return "" if value is None else f"{value:.1%}"
+    if key == "peak_memory_bytes":
+        return _fixed(value, 0, 1e-6)
+    if key == "compile_seconds":
+        return _fixed(value or None, 1)
+    return _fixed(value, 0 if key == "real_tokens_per_second" else 1 if key == "wallclock_seconds" else 3)
+
+
+def _speed(row: Row) -> str:
+    value = row["samples_per_second"]
+    if value is None:
+        return ""
+    digits = 0 if value >= 1000 else 1 if value >= 10 else 2
+    low, high = row["samples_per_second_spread"]
+    if len(row["seeds"]) < 2:
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} ±{(high - low) / 2:.{digits}f}"
+
+
+def _speedup(row: Row) -> str:
+    if row["speedup"] is None:
+        return "?"
+    return "-" if row.get("baseline") else f"{row['speedup']:.2f}x"
+
+
+def _published(row: Row) -> str:
+    value = (row.get("published") or {}).get("speedup")
+    return f"{value:.2f}x" if value else ""
+
+
+def _published_long(row: Row) -> str:
+    published = row.get("published") or {}
+    parts = []
+    if published.get("samples_per_second"):
+        parts.append(f"{published['samples_per_second']:g}/s")
+    if published.get("speedup"):
+        parts.append(f"{published['speedup']:.2f}x")
+    if published.get("wallclock_seconds"):
+        parts.append(f"{published['wallclock_seconds']:g} s")
+    if published.get("stable") is False:
+        parts.append("not stable")
+    return ", ".join(parts)
+
+
+def _stable(row: Row) -> str:
+    return {True: "yes", False: "no", None: "?"}[row["stable"]]
+
+
+def _integer(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _rate(value: Any) -> str:
+    if not value:
+        return ""
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _fixed(value: float | None, digits: int, factor: float = 1.0) -> str:
+    return "" if value is None else f"{value * factor:,.{digits}f}"

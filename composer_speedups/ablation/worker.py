@@ -1,0 +1,223 @@
+"""The process that makes fresh processes: started by `isolate.py`, runs nothing itself.
+
+It imports what every run needs (15 seconds for torch, transformers and Composer), then forks once for each
+run. A fork starts in milliseconds and shares nothing with other runs but the imported code: memory, caches,
+compiled graphs, CUDA contexts and random states are its own. Forking is only safe while no thread runs and
+CUDA is untouched: both are checked before every fork, and where they do not hold, the caller is told and
+starts a new interpreter for each run instead.
+
+Own code and not `multiprocessing`'s forkserver, because that one lives on while a killed study's run
+lives, imports the caller's `__main__` again in each child, and cannot give each run its own output file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["MESSAGE_LIMIT", "classify", "main", "resolve"]
+
+MESSAGE_LIMIT = 150_000  # bytes; a packet on a Unix socket is refused above about 200 kB
+_GRACE = 5.0  # seconds that atexit handlers of a finished run may take
+
+
+def main(descriptor: int, preload: list[str]) -> None:
+    """Serve the socket `descriptor` until the other end closes it, as it does when its owner is killed."""
+    # OpenBLAS starts its threads when numpy is imported, and threads do not survive a fork. PyTorch on x86
+    # brings its own BLAS, so nothing that is measured gets slower. Runs see the user's setting again.
+    threads = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    # torch.cuda.is_available() would initialise the CUDA driver, which does not survive a fork either.
+    nvml = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the study's business
+    connection = socket.socket(fileno=descriptor)
+    try:
+        for name in preload:
+            importlib.import_module(name)
+    except BaseException:
+        _send(connection, {"error": traceback.format_exc()})
+        return
+    for name, value in (("OPENBLAS_NUM_THREADS", threads), ("PYTORCH_NVML_BASED_CUDA_CHECK", nvml)):
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    gc.collect()
+    gc.freeze()  # the collector of a child then leaves the shared pages alone
+    _send(connection, {"ready": True, "unsafe": unsafe_to_fork()})
+    _serve(connection)
+
+
+def unsafe_to_fork() -> str:
+    """Why a fork of this process could misbehave; empty if it is safe."""
+    try:
+        names = [_read(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
+    except OSError:
+        return "the threads of a process cannot be counted here (no /proc)"
+    if len(names) > 1:
+        return f"{len(names) - 1} thread(s) run besides the main one ({', '.join(sorted(names))})"
+    try:
+        # Answers 3 (not initialised) without initialising anything.
+        state = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    except (OSError, AttributeError):
+        return ""
+    return "" if state == 3 else "an imported module has initialised CUDA"
+
+
+def _serve(connection: socket.socket) -> None:
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    child = 0
+    while True:
+        ready, _, _ = select.select([connection, wake_read], [], [])
+        if wake_read in ready:
+            os.read(wake_read, 512)
+            pid, status = os.waitpid(child, os.WNOHANG) if child else (0, 0)
+            if pid:
+                _kill_group(pid)  # what the run left behind: data loaders, compile workers
+                child = 0
+                _send(connection, {"exit": os.waitstatus_to_exitcode(status), "pid": pid})
+        if connection in ready:
+            message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT, 2)
+            if not message:  # the study is gone: nobody waits for this run any more
+                if child:
+                    _kill_group(child)
+                return
+            reason = unsafe_to_fork()
+            if reason:
+                _send(connection, {"unsafe": reason})
+            else:
+                child = _fork(connection, (wake_read, wake_write), message, descriptors)
+                _send(connection, {"pid": child})
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _fork(connection: socket.socket, wake: tuple[int, int], message: bytes, descriptors: list[int]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()  # its own group: Ctrl-C in the terminal does not reach it, and one kill ends all of it
+        _die_with_parent()
+        connection.close()
+        for descriptor in wake:
+            os.close(descriptor)
+        code = run_child(message, *descriptors)
+    finally:
+        os._exit(code)
+
+
+def run_child(message: bytes, events: int, log: int) -> int:
+    """Run `entry(payload, report)` of the job `message`, its output in `log`; write what happens to `events`."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for where the time went before a kill
+    random.seed()  # as in any new process; what must be reproducible seeds itself
+
+    def send(event: dict[str, Any]) -> None:
+        data = json.dumps(event).encode() + b"\n"
+        while data:
+            data = data[os.write(events, data) :]
+
+    try:
+        job = pickle.loads(message)
+        os.environ.update(job["environment"])
+        send({"result": resolve(job["entry"])(job["payload"], lambda progress: send({"progress": progress}))})
+    except BaseException as error:
+        traceback.print_exc()
+        status, reason = classify(error)
+        send({"failure": status, "reason": reason})
+    # What handlers at exit do is no part of the run, but may not hold up the study either.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, _GRACE)
+    import atexit
+
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return 0
+
+
+def classify(error: BaseException) -> tuple[str, str]:
+    """The status and the one-line reason of a run that raised `error`."""
+    from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    if isinstance(error, SpeedUpUnavailable):
+        return "skipped", text
+    if isinstance(error, OutOfMemory):
+        return "out_of_memory", text
+    if isinstance(error, UserError):
+        return "failed", text
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "stopped by the user"
+    name = type(error).__name__
+    short = text[:300]
+    # CUDA raises torch.OutOfMemoryError; the CPU's allocator a RuntimeError that says "can't allocate memory".
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        return "out_of_memory", f"{name}: {short}" if short else name
+    return "failed", f"{name}: {short}" if short else name
+
+
+def resolve(entry: str) -> Callable[..., Any]:
+    """The function that `package.module:name` names."""
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    try:
+        connection.send(pickle.dumps(message)[:MESSAGE_LIMIT])
+    except OSError:
+        return  # the study is gone; the next read says so
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    except PermissionError:  # macOS says so of a group that consists of a zombie
+        return
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent, which has one thread, dies."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return
+    if os.getppid() == 1:
+        os._exit(70)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read().strip()

@@ -1,0 +1,195 @@
+"""MatmulPrecision: how exactly float32 matrix products are computed.
+
+**Why it is faster.** Tensor cores multiply in TF32 (10 bits of mantissa instead of 23) and add in float32, at
+a multiple of the rate of true float32. It concerns float32 products only: under `MixedPrecision` what autocast
+has cast already is not affected.
+
+**Numerics.** `highest`: true float32. `high`: TF32, inputs rounded to 10 bits of mantissa. `medium`: bf16
+inputs (7 bits) where the hardware has such a product, otherwise as `high`; on CUDA it is TF32. cuDNN follows:
+float32 for `highest`, TF32 otherwise. The evidence holds the error measured on this device against float64:
+about 1e-7 is float32, 3e-4 TF32, 2e-3 bf16.
+
+**When it pays.** `high` in any float32 run on an Ampere or newer GPU. `highest` is for honest baselines:
+Composer's Trainer turns TF32 **on** for every GPU, which makes its "fp32" something else.
+
+**Needs.** `high`: a CUDA GPU of compute capability 8.0 (Ampere) or newer. `medium`: that, or a CPU with bf16
+products (AMX; AVX512-BF16 takes oneDNN's path but stays exact). `highest`: nothing.
+
+The setting belongs to the process: it holds while a Trainer fits or evaluates, and what was there before
+comes back at the end, also when the Trainer is closed after a failure.
+
+Source: https://pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from composer_speedups import compat
+from composer_speedups.speedup import SpeedUp, Stage
+
+__all__ = ["MatmulPrecision", "PrecisionHold", "apply_matmul_precision"]
+
+PRECISIONS = ("highest", "high", "medium")
+STARTS = frozenset({Event.FIT_START, Event.EVAL_STANDALONE_START, Event.PREDICT_START})
+ENDS = frozenset({Event.FIT_END, Event.EVAL_STANDALONE_END, Event.PREDICT_END})
+
+
+def apply_matmul_precision(precision: str) -> PrecisionHold:
+    """Set the precision of float32 products, matmul and cuDNN, for the process; returns what undoes it.
+
+    Use the result in a `with` statement, call its `restore()`, or ignore it to leave the setting on.
+
+    >>> import torch
+    >>> before = torch.get_float32_matmul_precision()
+    >>> with apply_matmul_precision("highest"):
+    ...     torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    ('highest', False)
+    >>> torch.get_float32_matmul_precision() == before
+    True
+    """
+    hold = PrecisionHold(precision)
+    hold.hold()
+    return hold
+
+
+class MatmulPrecision(SpeedUp):
+    """Hold `precision` while the Trainer works, whatever Composer's device set-up decided.
+
+    Args:
+        precision: `highest` (true float32), `high` (TF32) or `medium` (bf16 where there is such a product).
+
+    >>> MatmulPrecision("high")
+    MatmulPrecision(precision='high')
+    """
+
+    stage = Stage.PRECISION
+    slot = "matmul"
+    events = STARTS | ENDS | {Event.AFTER_LOAD}
+
+    _hold: PrecisionHold | None = None
+
+    def __init__(self, precision: str) -> None:
+        self.precision = _checked(precision)
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if self.precision == "highest":
+            return None
+        if device.type == "cuda":
+            if torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0):
+                return None
+        elif device.type == "cpu" and _changes_cpu_products(self.precision):
+            return None
+        if device.type == "cpu" and self.precision == "medium":
+            return (
+                "this CPU has no bf16 products (AMX, AVX512-BF16) and TF32 needs an Ampere or newer CUDA GPU. "
+                "Use precision='highest', or leave it out"
+            )
+        return "TF32 needs an Ampere or newer CUDA GPU. Use precision='highest', or leave it out"
+
+    def install(self, state: State, logger: Logger) -> None:
+        before = compat.read_float32_precision()
+        self._hold = apply_matmul_precision(self.precision)
+        # A Trainer that is dropped without being closed gives the setting back, too.
+        weakref.finalize(state, self._hold.restore).atexit = False
+        self.report(
+            logger,
+            2,  # matmul and cuDNN: both say what was asked for now, whatever they said before
+            "",
+            before=str(before),
+            after=str(compat.read_float32_precision()),
+            relative_error=_relative_error(state.device._device),
+        )
+
+    def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        if self._hold is None:
+            return
+        if event is Event.AFTER_LOAD:
+            # Not earlier: on load, Composer warns of callbacks that the checkpoint does not know.
+            state.callbacks.append(_RestoreOnClose(self._hold))
+        elif event in STARTS:
+            # Again: another Trainer made meanwhile sets `allow_tf32=True`, which turns "medium" into "high".
+            self._hold.hold()
+        else:
+            self._hold.restore()
+
+
+class PrecisionHold:
+    """A precision that is in force until `restore`; several may overlap and end in any order."""
+
+    _in_force: list[PrecisionHold] = []  # of the process, as the setting is; the last one decides
+
+    def __init__(self, precision: str) -> None:
+        self.precision = _checked(precision)
+
+    def hold(self) -> None:
+        """Put the setting in force, or in force again; what was there before is kept from the first time."""
+        if self not in self._in_force:
+            self._before = compat.read_float32_precision()
+            self._in_force.append(self)
+        compat.set_float32_precision(self.precision, cudnn_tf32=self.precision != "highest")
+
+    def restore(self) -> None:
+        """Undo it. A hold that began later stays in force, and will put back what this one found."""
+        if self not in self._in_force:
+            return
+        later = self._in_force[self._in_force.index(self) + 1 :]
+        self._in_force.remove(self)
+        if later:
+            later[0]._before = self._before
+            later[-1].hold()
+        else:
+            compat.write_float32_precision(self._before)
+
+    def __enter__(self) -> PrecisionHold:
+        self.hold()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+
+class _RestoreOnClose(Callback):
+    """Algorithms are not told when a Trainer closes, as it does after a failed fit; callbacks are."""
+
+    def __init__(self, hold: PrecisionHold) -> None:
+        self.restore = hold.restore
+
+    def close(self, state: State, logger: Logger) -> None:
+        self.restore()
+
+
+def _checked(precision: Any) -> str:
+    if not isinstance(precision, str):
+        raise TypeError(f"precision={precision!r} is not a string. Use one of: {', '.join(PRECISIONS)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown. Use one of: {', '.join(PRECISIONS)}")
+    return precision
+
+
+def _product(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A float32 product on `device` and its two factors, the same every time."""
+    generator = torch.Generator().manual_seed(0)  # its own, so that no run's random numbers change
+    left, right = (torch.randn(256, 256, generator=generator).to(device) for _ in range(2))
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        return left @ right, left, right
+
+
+def _relative_error(device: torch.device) -> float:
+    product, left, right = (t.cpu().double() for t in _product(device))
+    exact = left @ right
+    return float(f"{((product - exact).norm() / exact.norm()).item():.2g}")
+
+
+def _changes_cpu_products(precision: str) -> bool:
+    """Whether the setting has any effect here: by trying, as CPUs and versions of oneDNN differ."""
+    cpu = torch.device("cpu")
+    with PrecisionHold("highest"):
+        exact = _product(cpu)[0]
+    with PrecisionHold(precision):
+        return not torch.equal(_product(cpu)[0], exact)

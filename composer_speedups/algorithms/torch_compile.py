@@ -1,0 +1,241 @@
+"""TorchCompile: the model's code becomes fused kernels, for training and for evaluation.
+
+**Why it is faster.** Chains of element-wise operations (bias, GELU, dropout, residual, norm, casts) become one
+kernel each, which reads and writes memory once; forward and backward are planned together; and Python's time
+between kernels goes.
+
+**Numerics.** Same formulas, other order of rounding: results differ from eager code by a few units in the
+last place of the compute dtype. Dropout draws other random numbers on CUDA.
+
+**When it pays.** When the run is longer than the compilation: compare `compile_seconds` with the time saved.
+`scope="block"` compiles the repeated layer once and uses it for all of them; `scope="model"` also fuses what
+lies around the layers, and takes longer to compile, as every layer is in the graph. Batches of ever new
+lengths recompile: pad to few lengths, or set `dynamic=True`.
+
+**Needs.** For Inductor a C++ compiler and Python's headers on CPU; Triton, a C compiler and compute capability
+7.0 on CUDA. A `cache_dir` holds code that is loaded and run: point it only to folders that you trust. It is
+set for the whole process. `copy.deepcopy` of a compiled module is eager again.
+
+The evidence counts graphs, graph breaks, recompiles, seconds and cache hits.
+
+Source: https://pytorch.org/docs/stable/generated/torch.compile.html and its "regional compilation" recipe.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from composer.core import Event, State
+from composer.loggers import Logger
+from composer.models import ComposerModel
+
+from composer_speedups.compat import CompileCounters, compile_counters
+from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, use_cache
+from composer_speedups.errors import ConflictError
+from composer_speedups.speedup import SpeedUp, Stage
+
+__all__ = ["TorchCompile", "apply_torch_compile"]
+
+SCOPES = ("model", "block")
+CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def apply_torch_compile(
+    model: torch.nn.Module,
+    scope: str = "model",
+    backend: str = "inductor",
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    cache_dir: str | None = None,
+) -> int:
+    """Compile `model`, or its repeated block, in place; return how many modules compile when first called.
+
+    The modules stay what they are, so that `state_dict` keys are untouched. A model of which a part is
+    compiled already is left alone.
+
+    >>> import torch
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> apply_torch_compile(layers, scope="block", backend="eager")
+    2
+    >>> apply_torch_compile(layers, scope="block", backend="eager")
+    0
+    """
+    _check(scope, backend, mode, dynamic, fullgraph, cache_dir)
+    if _is_compiled(model):
+        return 0
+    targets = _repeated_blocks(model) if scope == "block" else _callables(model)
+    if cache_dir is not None:
+        use_cache(cache_dir)
+    for module in targets:
+        _compile(module, backend=backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph)
+    return len(targets)
+
+
+class TorchCompile(SpeedUp):
+    """Apply `apply_torch_compile` at `Event.INIT`, after all other speed-ups have changed the model.
+
+    Args:
+        scope: `model` (the whole Hugging Face model, or each module of a `ComposerModel`) or `block`.
+        backend: a name out of `torch._dynamo.list_backends(None)`.
+        mode: None, `default`, `reduce-overhead`, `max-autotune`, ... (Inductor only).
+        dynamic: None (decide at the first recompile), True (any length from the start) or False (never).
+        fullgraph: raise at a graph break instead of running that part in Python.
+        cache_dir: folder of compiled code, used again by later processes; None: PyTorch's own.
+
+    >>> TorchCompile(scope="block")  # doctest: +ELLIPSIS
+    TorchCompile(scope='block', backend='inductor', mode=None, dynamic=None, fullgraph=False, cache_dir=None)
+    """
+
+    stage = Stage.COMPILE
+    slot = "compile"
+    events = frozenset(
+        {
+            Event.FIT_START,
+            Event.EVAL_STANDALONE_START,
+            Event.BEFORE_FORWARD,
+            Event.EVAL_BEFORE_FORWARD,
+            Event.BATCH_END,
+            Event.EVAL_END,
+            Event.EVAL_STANDALONE_END,
+            Event.FIT_END,
+        }
+    )
+
+    def __init__(
+        self,
+        scope: str = "model",
+        backend: str = "inductor",
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        fullgraph: bool = False,
+        cache_dir: str | None = None,
+    ) -> None:
+        _check(scope, backend, mode, dynamic, fullgraph, cache_dir)
+        self.scope = scope
+        self.backend = backend
+        self.mode = mode
+        self.dynamic = dynamic
+        self.fullgraph = fullgraph
+        self.cache_dir = cache_dir
+        self._since = CompileCounters()
+        self._warned = False
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return missing_tools(device) if self.backend == "inductor" else None
+
+    def install(self, state: State, logger: Logger) -> None:
+        _refuse_compile_config(state.model)
+        self._since, self._warned = compile_counters(), False
+        arguments = {name: getattr(self, name) for name in self.parameters()}
+        nothing = "no ModuleList or Sequential of equal blocks in the model. Use scope='model'"
+        if _is_compiled(state.model):
+            nothing = "a part of the model is compiled already"
+        count = apply_torch_compile(state.model, **arguments)
+        self.report(logger, count, nothing, **compile_statistics(self._since))
+
+    def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event in (Event.FIT_START, Event.EVAL_STANDALONE_START):
+            _refuse_compile_config(state.model)
+        elif event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD):
+            if self.mode is not None and "cuda" in state.device._device.type:
+                # CUDA graphs write into the same memory again: say that the last step's outputs are done with.
+                torch.compiler.cudagraph_mark_step_begin()
+        else:
+            self._log_statistics(state, logger, event)
+
+    def _log_statistics(self, state: State, logger: Logger, event: Event) -> None:
+        now = compile_statistics(self._since)
+        news = {name: value for name, value in now.items() if self.evidence.get(name) != value}
+        if news:
+            self.evidence.update(news)
+            logger.log_metrics({f"{self.key()}/{name}": value for name, value in news.items()})
+        if self._warned or not self.evidence.get("changed"):
+            return
+        if compile_counters().graphs == 0:  # of the process: code compiled for an earlier Trainer is used again
+            self._warned = True
+            warnings.warn(
+                NoEffectWarning(
+                    f"{self!r} compiled nothing by {event.value}: no compiled module was called. "
+                    "Its code runs outside `forward`, or TORCHDYNAMO_DISABLE is set"
+                )
+            )
+        elif now["frames_over_limit"]:
+            self._warned = True
+            warnings.warn(
+                f"{self!r}: code was compiled over and over until dynamo's recompile_limit, and new inputs now run "
+                "uncompiled. Pad batches to few lengths, or set dynamic=True",
+                stacklevel=2,
+            )
+
+
+def _check(scope: Any, backend: Any, mode: Any, dynamic: Any, fullgraph: Any, cache_dir: Any) -> None:
+    for name, value, kinds in (
+        ("scope", scope, str), ("backend", backend, str), ("mode", mode, str | None),
+        ("dynamic", dynamic, bool | None), ("fullgraph", fullgraph, bool), ("cache_dir", cache_dir, str | None),
+    ):  # fmt: skip
+        if not isinstance(value, kinds):
+            wanted = getattr(kinds, "__name__", str(kinds))
+            raise TypeError(f"{name}={value!r} has the wrong type. Give {wanted}")
+    if scope not in SCOPES:
+        raise ValueError(f"scope={scope!r} is unknown. Use one of: {', '.join(SCOPES)}")
+    if cache_dir is not None and not cache_dir.strip():
+        raise ValueError("cache_dir='' names no folder. Leave it out for PyTorch's own")
+    check_backend(backend, mode)
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Whether any part of the model is, be it by `compile()` or as the wrapper that `torch.compile` returns."""
+    return any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in model.modules())
+
+
+def _callables(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What to compile for the whole model.
+
+    Of a ComposerModel its parts with parameters: training calls the ComposerModel, but evaluation calls its
+    `eval_forward`, and both come to these. Lists of modules are never called themselves.
+    """
+    if not isinstance(model, (ComposerModel, *CONTAINERS)):
+        return [model]
+    parts = [part for part in model.children() if next(part.parameters(), None) is not None]
+    return [module for part in parts for module in _callables(part)] or [model]
+
+
+def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The children of the list of equal modules that holds the most parameters."""
+    best: list[torch.nn.Module] = []
+    most = 0
+    for container in model.modules():
+        blocks = list(container.children())
+        if not isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
+            continue
+        size = sum(p.numel() for p in container.parameters())
+        if len({type(block) for block in blocks}) == 1 and size > most and not isinstance(blocks[0], CONTAINERS):
+            best, most = blocks, size
+    return best
+
+
+def _compile(module: torch.nn.Module, **options: Any) -> None:
+    if type(module).forward.__module__.startswith("torch."):
+        # Dynamo never starts in PyTorch's own files: `Sequential.compile()` or `Linear.compile()` stay eager
+        # without a word. Started from here, it goes into them.
+        module._compiled_call_impl = functools.partial(torch.compile(_call, **options), module)
+    else:
+        module.compile(**options)
+
+
+def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _refuse_compile_config(model: torch.nn.Module) -> None:
+    inner = getattr(model, "module", model)  # out of DDP
+    if any(hasattr(m.forward, "_torchdynamo_orig_callable") for m in (model, inner) if hasattr(m, "forward")):
+        raise ConflictError(
+            "torch_compile and the Trainer's compile_config (or a model given to it compiled) contradict each "
+            "other: the model would be compiled twice. Keep one of them"
+        )

@@ -1,0 +1,198 @@
+"""The command line: parses, calls, prints. Each command is one function here; its work is done elsewhere.
+
+Nothing heavy is imported at the top, so that `--help` and the lists answer at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from composer_speedups.ablation import command as ablation
+from composer_speedups.errors import UserError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="composer-speedups",
+    help="Train BERT-like models faster with Composer: speed-ups, recipes, and studies of what each one brings.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain text: it survives pipes, logs and narrow terminals
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, with dotted keys.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code. What the user can mend is one line, and code 2."""
+    try:
+        code = app(args=arguments, prog_name="composer-speedups", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except UserError as error:
+        return _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        # Typer bundles its command-line parser from 0.2x on, so its errors have no import that fits all versions.
+        if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+            return 0
+        context = getattr(error, "ctx", None)
+        help_for = context.command_path if context is not None else "composer-speedups"
+        return _complain(f"{error.format_message()} See {help_for} --help", error.exit_code)
+
+
+def _complain(message: str, code: int = 2) -> int:
+    line = " ".join(message.split("\n"))
+    print(f"error: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)
+    return code
+
+
+@app.callback()
+def _app() -> None:
+    """Holds the commands together, also while there is only one."""
+
+
+@app.command(
+    epilog="Example: composer-speedups recipes finetune/compile batch_size=32 task.name=docstrings > my_recipe.yaml"
+)
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="A recipe's name, or the path of its YAML file.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """List the recipes, or print one resolved: every value with the file and line that it came from."""
+    from composer_speedups.errors import RecipeError
+    from composer_speedups.recipes import list_recipes, load_recipe, suite_names
+
+    if name is not None:
+        if "=" in name and not Path(name).exists():
+            raise RecipeError(f"name the recipe first: composer-speedups recipes NAME {name}")
+        # Everything is checked but the speed-ups' arguments: that would import Composer and take seconds.
+        typer.echo(load_recipe(name, overrides or (), check_arguments=False).to_yaml(comments=True), nl=False)
+        return
+    rows = []
+    for info in list_recipes():
+        speed = "" if info.samples_per_second is None else f"{info.samples_per_second:g}"
+        mantissa, _, exponent = f"{info.learning_rate:e}".partition("e")
+        rate = f"{float(mantissa):g}e{int(exponent)}"
+        rows.append((info.name, info.description, str(info.batch_size), rate, speed))
+    _print_table(("recipe", "what", "batch", "LR", "published samples/s"), rows, right=(2, 3, 4))
+    typer.echo(f"\nSuites, for composer-speedups ablate: {', '.join(suite_names())}")
+
+
+@app.command(epilog="Example: composer-speedups algorithms fused_adamw")
+def algorithms(
+    name: Annotated[str | None, typer.Argument(help="A speed-up's key, such as fused_adamw.")] = None,
+) -> None:
+    """List the speed-ups, or print the method card of one: why it is faster, numerics, when it pays, needs."""
+    from composer_speedups import registry
+    from composer_speedups.errors import RecipeError
+    from composer_speedups.recipe_schema import nearest
+    from composer_speedups.recipe_yaml import show
+
+    keys = registry.keys()
+    if name is not None:
+        key = next((k for k in keys if k.replace("_", "") == name.replace("_", "").lower()), None)
+        if key is None:
+            raise RecipeError(f"unknown speed-up {show(name)}. {nearest(name, keys)}")
+        _print_card(_card(key)[0])
+        return
+    rows = []
+    for key in keys:
+        docstring, class_name = _card(key)
+        rows.append((key, class_name, docstring.partition("\n")[0].partition(": ")[2]))
+    _print_table(("key", "class", "what"), rows)
+
+
+@app.command(
+    epilog="Example: composer-speedups train demo/bf16 duration=1ep --save my_model. "
+    "On several devices: composer -n 2 -m composer_speedups train finetune/fp16 --save my_model"
+)
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or the path of its YAML file.")],
+    overrides: Overrides = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Folder for the model (Hugging Face's format) and its checkpoints.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint under --save.")] = False,
+    checkpoint_interval: Annotated[
+        str, typer.Option(help="How often to write a checkpoint, such as 1ep or 200ba.")
+    ] = "1ep",
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.", min=0, max=2**32 - 1)] = None,
+) -> int:
+    """Train one recipe: a live line with loss, samples/s and accuracy, and a summary at the end."""
+    from composer_speedups.errors import RecipeError
+    from composer_speedups.recipe_schema import INTERVAL
+    from composer_speedups.recipe_yaml import show
+    from composer_speedups.recipes import load_recipe
+    from composer_speedups.train_command import train as run
+
+    if resume and save is None:
+        raise RecipeError("--resume needs the folder to resume from: add --save DIR")
+    if not INTERVAL.fullmatch(checkpoint_interval):
+        raise RecipeError(
+            f"--checkpoint-interval must be epochs or batches like 1ep or 200ba, got {show(checkpoint_interval)}"
+        )
+    loaded = load_recipe(recipe, overrides or (), check_arguments=False)
+    return run(loaded, seed=seed, save=save, resume=resume, checkpoint_interval=checkpoint_interval)
+
+
+app.command(epilog=ablation.ABLATE_EXAMPLE)(ablation.ablate)
+app.command(epilog=ablation.REPORT_EXAMPLE)(ablation.report)
+
+
+def _card(key: str) -> tuple[str, str]:
+    """A speed-up's method card and the name of its class, read from its file without importing torch."""
+    file = Path(__file__).parent / "algorithms" / f"{key}.py"
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = [n.name for n in tree.body if isinstance(n, ast.ClassDef)]
+    named = next((n for n in names if n.lower() == key.replace("_", "")), "")
+    return inspect.cleandoc(ast.get_docstring(tree) or f"{key}: has no method card."), named
+
+
+def _print_card(text: str) -> None:
+    if not sys.stdout.isatty():
+        typer.echo(text)  # markdown as it is, for a file or a pager
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """In a terminal a table that fits its width; in a pipe plain columns, one line a row, nothing cut off."""
+    if not sys.stdout.isatty():
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        for row in [head, *rows]:
+            cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+            typer.echo("  ".join(cells).rstrip())
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: no cell is read as markup
+    Console().print(table)

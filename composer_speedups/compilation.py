@@ -1,0 +1,102 @@
+"""What `torch.compile` needs, where it keeps its code, and what it did: for `torch_compile` and for reports."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from composer_speedups.compat import CompileCounters, compile_counters
+from composer_speedups.errors import SpeedUpUnavailable
+
+__all__ = ["check_backend", "compile_statistics", "missing_tools", "use_cache"]
+
+
+def compile_statistics(since: CompileCounters | None = None) -> dict[str, int | float]:
+    """What this process compiled after `since` (a result of `compat.compile_counters`), or since its start.
+
+    `graphs`, `graph_breaks`, `recompiles` (of one piece of Python code, after its first), `compile_seconds`,
+    `cache_hits` and `cache_misses` (Inductor's, forward and backward graphs), `frames_over_limit` (pieces of
+    code that reached dynamo's limit of recompiles).
+
+    >>> sorted(compile_statistics())[:3]
+    ['cache_hits', 'cache_misses', 'compile_seconds']
+    """
+    now, since = compile_counters(), since or CompileCounters()
+    if now.graphs < since.graphs:  # somebody has cleared the counters: they count from zero again
+        since = CompileCounters(frames=since.frames)
+    attempts = [count - since.frames.get(frame, 0) for frame, count in now.frames.items()]
+    limit = torch._dynamo.config.recompile_limit if now.frames else 0
+    return {
+        "graphs": now.graphs - since.graphs,
+        "graph_breaks": max(0, now.graph_breaks - since.graph_breaks),
+        "recompiles": sum(max(0, count - 1) for count in attempts),
+        "compile_seconds": round(max(0.0, now.seconds - since.seconds), 3),
+        "cache_hits": max(0, now.cache_hits - since.cache_hits),
+        "cache_misses": max(0, now.cache_misses - since.cache_misses),
+        "frames_over_limit": sum(count > limit for count in attempts),
+    }
+
+
+def check_backend(backend: str, mode: str | None) -> None:
+    """Raise `ValueError` if there is no such backend, or it does not know the mode."""
+    if backend not in ("inductor", "eager", "aot_eager"):  # importing dynamo takes seconds
+        import torch._dynamo
+
+        known = torch._dynamo.list_backends(None)
+        if backend not in known:
+            raise ValueError(f"backend={backend!r} is unknown. There are: {', '.join(known)}")
+    if mode not in (None, "default"):
+        if backend != "inductor":
+            raise ValueError(f"mode={mode!r} is for backend='inductor' only, not {backend!r}. Leave it out")
+        import torch._inductor
+
+        modes = list(torch._inductor.list_mode_options())
+        if mode not in modes:
+            raise ValueError(f"mode={mode!r} is unknown. Use one of: {', '.join(modes)}")
+
+
+def use_cache(cache_dir: str) -> None:
+    """Let this process, from now on, keep Inductor's code in `cache_dir` and find there what others left."""
+    folder = Path(cache_dir).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpeedUpUnavailable(f"cache_dir={cache_dir!r} cannot be made: {error.strerror}. Name another") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SpeedUpUnavailable(f"cache_dir={cache_dir!r} cannot be written to. Name another folder")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # Both are on by default; a user who names a folder wants them on in any case.
+    torch._inductor.config.fx_graph_cache = True
+    torch._functorch.config.enable_autograd_cache = True
+
+
+def missing_tools(device: torch.device) -> str | None:
+    """What Inductor lacks to generate code for `device`."""
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return "there is no CUDA GPU. Use the CPU"
+        if importlib.util.find_spec("triton") is None:
+            return "Inductor needs Triton on CUDA, and it is not installed. Run `pip install triton`"
+        if torch.cuda.get_device_capability(device) < (7, 0):
+            return "Triton needs compute capability 7.0 (Volta) or newer. Leave it out on this GPU"
+        compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+    else:
+        compilers = [os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")]
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return (
+            f"Inductor needs a compiler, and {' or '.join(compilers)} is not on the PATH. Run `apt-get install g++`"
+            " or the like, or leave it out"
+        )
+    if not headers.exists():
+        return f"Inductor needs Python's headers, and {headers} is not there. Run `apt-get install python3-dev`"
+    return None

@@ -1,0 +1,275 @@
+"""What a number was measured on: versions, processor, GPU, settings, and the speed of a plain matmul."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["environment", "hardware", "matmul_peak", "same_machine", "summary"]
+
+_PACKAGES = (
+    "torch",
+    "mosaicml",
+    "transformers",
+    "triton",
+    "bitsandbytes",
+    "apex",
+    "torchao",
+    "datasets",
+    "tokenizers",
+    "numpy",
+    "composer_speedups",
+)
+# What changes speed or numerics. Their values are recorded, and nothing else of the user's environment.
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "KMP_AFFINITY",
+    "OMP_PROC_BIND",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE",
+    "TORCHINDUCTOR_FREEZING",
+    "TRITON_CACHE_DIR",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "LD_PRELOAD",
+)
+# Instruction sets that decide how fast matmuls are.
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+
+
+@cache
+def hardware() -> str:
+    """`cuda` where PyTorch can use a GPU, else `cpu`. Answers without importing torch where there is none."""
+    places = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
+    if sys.platform == "linux" and not any(Path(p).exists() for p in places):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def environment() -> dict[str, Any]:
+    """All facts about this machine and installation that a number depends on. Imports torch."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "hardware": hardware(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: v for name in _PACKAGES if (v := _version(name)) is not None},
+        "cpu": _cpu(),
+        "memory_bytes": _memory(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "commit": _commit(),
+        "gpus": [],
+    }
+    if facts["hardware"] == "cuda":
+        facts["cuda"] = torch.version.cuda or torch.version.hip
+        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["driver"] = _driver()
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            facts["gpus"].append(
+                {
+                    "name": gpu.name,
+                    "capability": f"{gpu.major}.{gpu.minor}",
+                    "memory_bytes": gpu.total_memory,
+                    "multiprocessors": gpu.multi_processor_count,
+                }
+            )
+    return facts
+
+
+def same_machine(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The first thing that makes speeds measured in two environments incomparable; empty if there is none.
+
+    >>> same_machine({"python": "3.11.9"}, {"python": "3.12.1"})
+    'python 3.11.9 there, 3.12.1 here'
+    """
+    for key in ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "variables"):
+        before, now = one.get(key), other.get(key)
+        if before == now:
+            continue
+        if isinstance(before, dict) and isinstance(now, dict):
+            for name in sorted(before.keys() | now.keys()):
+                if name == "composer_speedups" or before.get(name) == now.get(name):
+                    continue
+                return f"{key} {name} {_show(before.get(name))} there, {_show(now.get(name))} here"
+            continue
+        return f"{key} {_show(before)} there, {_show(now)} here"
+    return ""
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """One line: what it ran on."""
+    versions = facts.get("versions", {})
+    software = ", ".join(
+        f"{label} {versions[name]}"
+        for name, label in (("torch", "torch"), ("mosaicml", "Composer"), ("transformers", "transformers"))
+        if name in versions
+    )
+    gpus = facts.get("gpus") or []
+    cpu = facts.get("cpu") or {}
+    if gpus:
+        first = gpus[0]
+        count = f"{len(gpus)} x " if len(gpus) > 1 else ""
+        machine = f"{count}{first['name']} ({first['memory_bytes'] / 2**30:.0f} GiB)"
+    else:
+        memory = facts.get("memory_bytes")
+        size = f", {memory / 2**30:.0f} GiB" if memory else ""
+        machine = f"{cpu.get('model', 'CPU')}, {facts.get('threads')} threads{size}, no GPU"
+    return f"{machine}; {software}, Python {facts.get('python')}"
+
+
+_peaks: dict[tuple[str, str], float] = {}
+
+
+def matmul_peak(device: str, precision: str = "fp32", *, seconds: float = 0.4) -> float:
+    """FLOP/s of the fastest square matmul tried on `device`, measured now (once a process and precision).
+
+    Model FLOPs over this number is the share of the attainable speed that a run used (MFU): the figure
+    of a datasheet is seldom attainable.
+
+    Args:
+        device: `cpu` or `cuda`.
+        precision: `fp32` (true float32), `tf32`, `bf16` or `fp16`.
+        seconds: time spent on each size.
+    """
+    import torch
+
+    if precision not in ("fp32", "tf32", "bf16", "fp16"):
+        raise ValueError(f"precision must be fp32, tf32, bf16 or fp16, got {precision!r}")
+    if (device, precision) in _peaks:
+        return _peaks[device, precision]
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    cuda = torch.device(device).type == "cuda"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    best = 0.0
+    try:
+        for size in (4096, 8192) if cuda else (1024, 2048):
+            left = torch.randn(size, size, device=device).to(kind)
+            right = torch.randn(size, size, device=device).to(kind)
+            out = torch.empty_like(left)
+            torch.mm(left, right, out=out)  # wakes the library, the threads and the clocks
+            flops = 2 * size**3
+            end, laps = time.perf_counter() + seconds, 0
+            while laps < 3 or (time.perf_counter() < end and laps < 1000):
+                # Several matmuls a lap on a GPU, so that waiting for it is a small share.
+                count = 20 if cuda else 1
+                _wait(cuda)
+                start = time.perf_counter()
+                for _ in range(count):
+                    torch.mm(left, right, out=out)
+                _wait(cuda)
+                best = max(best, count * flops / (time.perf_counter() - start))
+                laps += 1
+    finally:
+        torch.set_float32_matmul_precision(before)
+    _peaks[device, precision] = best
+    return best
+
+
+def _wait(cuda: bool) -> None:
+    if cuda:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    model, flags, cores = platform.processor() or platform.machine(), [], set()
+    try:
+        physical = "0"
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = (part.strip() for part in line.partition(":"))
+            if key == "model name":
+                model = value
+            elif key == "physical id":
+                physical = value
+            elif key == "core id":
+                cores.add((physical, value))
+            elif key in ("flags", "Features") and not flags:
+                present = set(value.split())
+                flags = [flag for flag in _FLAGS if flag in present]
+    except OSError:
+        pass  # not Linux: the model's name is what can be told
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "model": model,
+        "machine": platform.machine(),
+        "cores": len(cores) or None,
+        "logical": os.cpu_count(),
+        "usable": usable,
+        "flags": flags,
+    }
+
+
+def _memory() -> int | None:
+    """Memory that this process may use: the machine's, or its control group's limit."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return min(total, int(Path(place).read_text()))
+        except (OSError, ValueError):
+            continue
+    return total
+
+
+def _driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    words = text.split()
+    return next((word for word in words if word[:1].isdigit() and "." in word), text)
+
+
+@cache
+def _commit() -> dict[str, Any] | None:
+    """The package's git commit and whether its files were changed; None where it is no checkout."""
+    package = Path(__file__).resolve().parent
+    git = ["git", "-C", str(package)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "stdin": subprocess.DEVNULL}
+    try:
+        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", "hardware.py"], **options)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], **options)
+        if tracked.returncode or head.returncode:
+            return None  # not in a repository, or in somebody else's
+        changed = subprocess.run([*git, "status", "--porcelain", "--", "."], **options)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"id": head.stdout.strip(), "clean": not changed.stdout.strip()}
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "name" in value[0]:
+        return ", ".join(str(item["name"]) for item in value)
+    return "nothing" if value in (None, [], {}) else str(value)

@@ -1,0 +1,101 @@
+"""Small C kernels for the CPU, built by the machine's own compiler when first used, and kept.
+
+No build system and no headers of PyTorch: a file of plain C takes pointers and sizes, and `ctypes` calls it,
+which releases the GIL. That compiles in under a second, where an extension against PyTorch takes half a minute.
+OpenMP's symbols are left open at link time: they resolve to the runtime that PyTorch has loaded already, so that
+both share one pool of threads. Where there is no compiler, `load` returns None, and the caller has its
+PyTorch meaning of the kernel to fall back on. `COMPOSER_SPEEDUPS_NATIVE=0` asks for that, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401  its OpenMP runtime must be in the process before a kernel is loaded
+
+__all__ = ["load"]
+
+log = logging.getLogger("composer_speedups")
+
+# No contraction to fused multiply-add: the kernels agree bit for bit with their meaning in PyTorch.
+_FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fPIC")
+_THREADS = (("-fopenmp",), ())  # tried in this order; without it a kernel runs on one thread
+_PATIENCE = 120  # seconds for a compiler on a busy machine
+
+
+@cache
+def load(name: str) -> ctypes.CDLL | None:
+    """The library made of `<name>.c` beside this file; None, with the reason in the log, where there is none.
+
+    >>> load("no_such_kernel") is None
+    True
+    """
+    source = Path(__file__).with_name(f"{name}.c")
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None)
+    if os.environ.get("COMPOSER_SPEEDUPS_NATIVE") == "0" or not source.is_file() or compiler is None:
+        log.info("kernel %s: no C compiler found, or not wanted: PyTorch operations serve instead", name)
+        return None
+    for threads in _THREADS:
+        try:
+            return ctypes.CDLL(str(_build(source, compiler, threads)))
+        except (OSError, subprocess.SubprocessError) as error:
+            log.info("kernel %s: %s %s failed: %s", name, compiler, " ".join(threads), error)
+    return None
+
+
+def _build(source: Path, compiler: str, threads: tuple[str, ...]) -> Path:
+    """The compiled file, from the cache if the same source was built for the same CPU before."""
+    flags = (*_FLAGS, *threads)
+    key = "\0".join((source.read_text(), compiler, *flags, platform.machine(), _cpu()))
+    file = f"{source.stem}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.so"
+    folder = _folder()
+    if (folder / file).is_file():
+        return folder / file
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        compiled, linked = Path(work) / "kernel.o", Path(work) / file
+        for command in (
+            [compiler, *flags, "-c", str(source), "-o", str(compiled)],
+            [compiler, "-shared", str(compiled), "-o", str(linked)],
+        ):
+            subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
+        os.replace(linked, folder / file)  # whole or not there, for other processes that build the same
+    return folder / file
+
+
+def _folder() -> Path:
+    """A folder that only this user can write to, as code is loaded from it."""
+    own, general = os.environ.get("COMPOSER_SPEEDUPS_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    root = Path(own) if own else (Path(general) if general else Path.home() / ".cache") / "composer_speedups"
+    try:
+        folder = root.expanduser() / "kernels"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return _temporary_folder()
+
+
+@cache
+def _temporary_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="composer_speedups_kernels_"))
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on: a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    kept = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kept)}))

@@ -1,0 +1,129 @@
+/* Softmax with dropout between the two matrix products of attention, forward and backward, each in one pass.
+
+   Scores are rows x n, of one sequence with all its heads. The dropout mask is that of fast_dropout.c: element i
+   takes one half of a hash of i / 2 and two keys. A dropped probability is stored with its sign bit set, so that
+   backward needs no mask. varlen_attention.py has the same in PyTorch operations. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+static inline uint32_t word(uint32_t j, uint32_t k0, uint32_t k1) {
+  uint32_t h = j * 0x9E3779B9u + k0;
+  h ^= h >> 16;
+  h *= 0x7FEB352Du;
+  h ^= k1;
+  h ^= h >> 15;
+  h *= 0x846CA68Bu;
+  return h ^ (h >> 16);
+}
+
+static inline float power_of_e(float x) { /* x <= 0; relative error below 2e-7 */
+  x = x < -87.0f ? -87.0f : x;
+  float t = x * 1.44269504f;
+  float whole = (t + 12582912.0f) - 12582912.0f; /* to the nearest integer: 1.5 * 2^23 */
+  float f = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  float y = 1.9875691500e-4f;
+  y = y * f + 1.3981999507e-3f;
+  y = y * f + 8.3334519073e-3f;
+  y = y * f + 4.1665795894e-2f;
+  y = y * f + 1.6666665459e-1f;
+  y = y * f + 5.0000001201e-1f;
+  y = y * f * f + f + 1.0f;
+  uint32_t bits = (uint32_t)((int32_t)whole + 127) << 23;
+  float power;
+  memcpy(&power, &bits, sizeof power);
+  return y * power;
+}
+
+static inline float widen_uint16_t(uint16_t x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+static inline uint16_t narrow_uint16_t(float f) { /* to nearest, ties to even; a NaN of bfloat16 stays one */
+  uint32_t bits;
+  memcpy(&bits, &f, sizeof bits);
+  return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+static inline float widen_float(float x) { return x; }
+static inline float narrow_float(float x) { return x; }
+
+/* 0x80000000 where the element is dropped, for n elements from number `first` on; `least` of -32768 drops none. */
+static inline void draw(uint32_t *sign, uint32_t *words, int16_t *lanes, int64_t first, int64_t n, uint32_t k0,
+                        uint32_t k1, int32_t least) {
+  uint32_t start = (uint32_t)(first / 2);
+  int64_t odd = first & 1, count = (n + odd + 1) / 2;
+  for (int64_t j = 0; j < count; j++) words[j] = word(start + (uint32_t)j, k0, k1);
+  memcpy(lanes, words, (size_t)count * sizeof *words);
+  for (int64_t i = 0; i < n; i++) sign[i] = lanes[i + odd] < least ? 0x80000000u : 0u;
+}
+
+static inline float with_sign(float x, uint32_t sign) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits |= sign;
+  memcpy(&x, &bits, sizeof bits);
+  return x;
+}
+
+/* scores -> signed probabilities, in place; kept: probabilities after dropout, times `keep`. */
+#define FORWARD(NAME, TYPE)                                                                                 \
+  void NAME(TYPE *scores, TYPE *kept, int64_t rows, int64_t n, uint32_t k0, uint32_t k1, int32_t least,     \
+            float scale, float keep, int threads) {                                                         \
+    (void)threads;                                                                                          \
+    _Pragma("omp parallel num_threads(threads) if (rows * n > 8192)") {                                     \
+      float *e = malloc((size_t)n * 16 + 64);                                                               \
+      uint32_t *sign = (uint32_t *)(e + n), *words = sign + n;                                              \
+      int16_t *lanes = (int16_t *)(words + n / 2 + 2);                                                      \
+      _Pragma("omp for schedule(static)") for (int64_t r = 0; r < rows; r++) {                              \
+        TYPE *s = scores + r * n, *d = kept + r * n;                                                        \
+        float top = -__builtin_inff(), sum = 0.0f;                                                          \
+        for (int64_t i = 0; i < n; i++) e[i] = widen_##TYPE(s[i]) * scale;                                  \
+        _Pragma("omp simd reduction(max : top)") for (int64_t i = 0; i < n; i++) top = e[i] > top ? e[i] : top; \
+        _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < n; i++) {                            \
+          e[i] = power_of_e(e[i] - top);                                                                    \
+          sum += e[i];                                                                                      \
+        }                                                                                                   \
+        float inverse = 1.0f / sum;                                                                         \
+        draw(sign, words, lanes, r * n, n, k0, k1, least);                                                  \
+        for (int64_t i = 0; i < n; i++) {                                                                   \
+          float p = e[i] * inverse;                                                                         \
+          s[i] = narrow_##TYPE(with_sign(p, sign[i]));                                                      \
+          d[i] = narrow_##TYPE(sign[i] ? 0.0f : p * keep);                                                  \
+        }                                                                                                   \
+      }                                                                                                     \
+      free(e);                                                                                              \
+    }                                                                                                       \
+  }
+
+/* gradient of `kept` -> gradient of the scores, in place; kept: as in forward, from the signed probabilities. */
+#define BACKWARD(NAME, TYPE)                                                                                \
+  void NAME(TYPE *gradient, const TYPE *signed_p, TYPE *kept, int64_t rows, int64_t n, float scale,         \
+            float keep, int threads) {                                                                      \
+    (void)threads;                                                                                          \
+    _Pragma("omp parallel for schedule(static) num_threads(threads) if (rows * n > 8192)")                  \
+    for (int64_t r = 0; r < rows; r++) {                                                                    \
+      TYPE *g = gradient + r * n, *d = kept + r * n;                                                        \
+      const TYPE *p = signed_p + r * n;                                                                     \
+      float dot = 0.0f;                                                                                     \
+      _Pragma("omp simd reduction(+ : dot)") for (int64_t i = 0; i < n; i++) {                              \
+        float x = widen_##TYPE(p[i]);                                                                       \
+        float k = x > 0.0f ? x * keep : 0.0f;                                                               \
+        d[i] = narrow_##TYPE(k);                                                                            \
+        dot += k * widen_##TYPE(g[i]);                                                                      \
+      }                                                                                                     \
+      for (int64_t i = 0; i < n; i++) {                                                                     \
+        float x = widen_##TYPE(p[i]), a = x > 0.0f ? x : -x;                                                \
+        float through = x > 0.0f ? widen_##TYPE(g[i]) * keep : 0.0f;                                        \
+        g[i] = narrow_##TYPE(a * (through - dot) * scale);                                                  \
+      }                                                                                                     \
+    }                                                                                                       \
+  }
+
+FORWARD(forward_float32, float)
+FORWARD(forward_bfloat16, uint16_t)
+BACKWARD(backward_float32, float)
+BACKWARD(backward_bfloat16, uint16_t)

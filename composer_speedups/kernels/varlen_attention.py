@@ -1,0 +1,339 @@
+"""Attention over packed sequences: tokens [total, heads, width], each sequence sees only itself.
+
+On CUDA in fp16 and bf16 it is flash attention with cumulative lengths: the package flash-attn where installed, else
+the kernel that PyTorch carries for jagged tensors, `aten::_flash_attention_forward`, attention dropout included.
+On the CPU each sequence by itself goes through matrix product, softmax and matrix product: its scores fit the
+cache, no padded score is ever computed, and no mask is needed. What lies between the products (scale, softmax,
+dropout) is one pass of C (`varlen_attention.c`); `_softmax` and `_softmax_backward` are its meaning in PyTorch
+operations, with the same dropout masks, and serve other dtypes and machines without a compiler. Elsewhere, and for
+float32 on CUDA, which has no flash kernel, sequences are padded for `scaled_dot_product_attention` and packed again.
+
+Numerics: that of attention over each sequence alone. On the CPU softmax and dropout are computed in float32 at least and
+rounded once to the tensors' dtype. Dropout drops with a multiple of 1/65536, as `fast_dropout` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, realised
+from composer_speedups.kernels.native import load
+
+__all__ = ["Lengths", "attention_kernel", "varlen_attention"]
+
+Keys = tuple[int, int]
+
+_STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
+_STRIDE = 0x9E3779B9  # by which the first key of a mask moves on from word to word
+_P, _N, _W, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_int
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Lengths(NamedTuple):
+    """How many tokens each packed sequence has, where whoever asks can read it without waiting.
+
+    Attributes:
+        cumulative: [sequences + 1] int32 on the tokens' device: 0, and the end of each sequence.
+        host: [sequences] int32 on the CPU.
+        longest: the largest of `host`.
+    """
+
+    cumulative: torch.Tensor
+    host: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device | str = "cpu") -> Lengths:
+        """From a list of lengths; the copy to a device is not waited for.
+
+        >>> Lengths.of([2, 3]).cumulative
+        tensor([0, 2, 5], dtype=torch.int32)
+        """
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        if torch.device(device).type == "cuda":
+            ends = ends.pin_memory().to(device, non_blocking=True)
+        return cls(ends.to(device), torch.tensor(lengths, dtype=torch.int32), max(lengths, default=0))
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: Lengths,
+    keys: Lengths,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """softmax(q k^T scale) v within each sequence, with dropout on the probabilities.
+
+    Args:
+        q: [total of `queries`, heads, width].
+        k: [total of `keys`, heads, width].
+        v: [total of `keys`, heads, width].
+        queries: how many tokens of `q` each sequence has.
+        keys: how many tokens of `k` and `v` each sequence has.
+        dropout_p: 0 outside of training.
+        scale: of the scores; None is 1 / sqrt(width).
+
+    Returns:
+        [total of `queries`, heads, width].
+
+    >>> x, lengths = torch.ones(5, 1, 4), Lengths.of([2, 3])
+    >>> bool(varlen_attention(x, x, x, lengths, lengths).allclose(x))
+    True
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kernel = attention_kernel(q)
+    if kernel == "flash-attn":
+        return _flash_attn()(
+            q, k, v, queries.cumulative, keys.cumulative, queries.longest, keys.longest, dropout_p, scale
+        )
+    if kernel == "aten flash":
+        ends, longest = (queries.cumulative, keys.cumulative), (queries.longest, keys.longest)
+        return torch.ops.aten._flash_attention_forward(q, k, v, *ends, *longest, dropout_p, False, False, scale=scale)[
+            0
+        ]
+    if kernel == "padded sdpa":
+        return _padded(q, k, v, queries, keys, dropout_p, scale)
+    if torch.compiler.is_compiling():
+        seeds = torch.randint(0, 1 << 32, (2,)) if dropout_p else torch.zeros(2, dtype=torch.int64)
+        return _opaque(q, k, v, queries.host, keys.host, seeds, dropout_p, scale)
+    seeds = draw_keys() if dropout_p else (0, 0)
+    return _PerSequence.apply(q, k, v, queries.host.tolist(), keys.host.tolist(), seeds, dropout_p, scale)
+
+
+def attention_kernel(q: torch.Tensor) -> str:
+    """Which kernel serves `q`: "flash-attn", "aten flash", "padded sdpa" or "per sequence"."""
+    if q.device.type == "cpu":
+        return "per sequence"
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.device.type != "cuda" or not half or q.shape[-1] % 8 or q.shape[-1] > 256 or not _ampere(q.device):
+        return "padded sdpa"
+    return "flash-attn" if _flash_attn() is not None else "aten flash"
+
+
+@cache
+def _ampere(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def _flash_attn():
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+def _padded(q, k, v, queries: Lengths, keys: Lengths, dropout_p: float, scale: float) -> torch.Tensor:
+    """By `scaled_dot_product_attention` over padded sequences."""
+    rows = len(queries.host)
+
+    def pad(x: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
+        token = torch.arange(len(x), device=x.device)
+        row = torch.bucketize(token, lengths.cumulative[1:], right=True)
+        at = row * lengths.longest + token - lengths.cumulative[row]
+        padded = x.new_zeros(rows * lengths.longest, *x.shape[1:]).index_copy(0, at, x)
+        return padded.unflatten(0, (rows, lengths.longest)).transpose(1, 2), at
+
+    (pq, at), (pk, _), (pv, _) = pad(q, queries), pad(k, keys), pad(v, keys)
+    real = torch.arange(keys.longest, device=q.device) < keys.cumulative.diff()[:, None]
+    # A sequence without tokens has no real key; letting it see its zeros keeps NaN out of the gradients.
+    real = real | (keys.cumulative.diff()[:, None] == 0)
+    out = F.scaled_dot_product_attention(pq, pk, pv, real[:, None, None], dropout_p, scale=scale)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
+
+
+class _PerSequence(torch.autograd.Function):
+    """Attention of each sequence by itself, on the CPU."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float):
+        ctx.arguments = (queries, keys, seeds, dropout_p, scale)
+        out, ctx.blocks = _forward(q, k, v, *ctx.arguments)
+        ctx.save_for_backward(out)  # not used: tells of a second backward pass, or of changes in place
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        _ = ctx.saved_tensors
+        queries, keys, _, dropout_p, scale = ctx.arguments
+        return (*_backward(gradient, ctx.blocks, queries, keys, dropout_p, scale), *[None] * 5)
+
+
+Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float):
+    """The output, and for each sequence its q, k, v [heads, length, width] and probabilities, signed."""
+    out, blocks, buffer = torch.empty_like(q, memory_format=torch.contiguous_format), [], _Buffer(q)
+    first = 0
+    with torch.autocast("cpu", enabled=False):
+        for at, to in _spans(queries, keys):
+            qi, ki, vi = (x[span].transpose(0, 1).contiguous() for x, span in ((q, at), (k, to), (v, to)))
+            scores = torch.bmm(qi, ki.transpose(1, 2))
+            kept = buffer.like(scores)
+            own = ((seeds[0] + first * _STRIDE) % (1 << 32), seeds[1])  # the mask goes on where it ended
+            first += (scores.numel() + 1) // 2
+            probabilities = _softmax(scores, kept, own, dropout_p, scale)
+            out[at] = torch.bmm(kept, vi).transpose(0, 1)
+            blocks.append((qi, ki, vi, probabilities))
+    return out, blocks
+
+
+def _backward(gradient, blocks: list[Block], queries: list[int], keys: list[int], dropout_p: float, scale: float):
+    like = dict(dtype=gradient.dtype, device=gradient.device)
+    dq = torch.empty(gradient.shape, **like)
+    dk, dv = (torch.empty(sum(keys), *gradient.shape[1:], **like) for _ in "kv")
+    buffer = _Buffer(gradient)
+    with torch.autocast("cpu", enabled=False):
+        for (at, to), (qi, ki, vi, probabilities) in zip(_spans(queries, keys), blocks, strict=True):
+            gi = gradient[at].transpose(0, 1).contiguous()
+            ds = torch.bmm(gi, vi.transpose(1, 2))
+            kept = buffer.like(ds)
+            ds = _softmax_backward(ds, probabilities, kept, dropout_p, scale)
+            dv[to] = torch.bmm(kept.transpose(1, 2), gi).transpose(0, 1)
+            dq[at] = torch.bmm(ds, ki).transpose(0, 1)
+            dk[to] = torch.bmm(ds.transpose(1, 2), qi).transpose(0, 1)
+    return dq, dk, dv
+
+
+def _spans(queries: list[int], keys: list[int]) -> Iterator[tuple[slice, slice]]:
+    """Where the tokens of each sequence lie among queries and among keys; empty sequences are left out."""
+    ends = (pairwise(accumulate(lengths, initial=0)) for lengths in (queries, keys))
+    for (a, b), (c, d) in zip(*ends, strict=True):
+        if a < b:
+            yield slice(a, b), slice(c, d)
+
+
+class _Buffer:
+    """Memory for one sequence's probabilities, used again for the next so that it stays in the cache."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.memory = like.new_empty(0)
+
+    def like(self, scores: torch.Tensor) -> torch.Tensor:
+        if self.memory.numel() < scores.numel():
+            self.memory = self.memory.new_empty(scores.numel())
+        return self.memory[: scores.numel()].view(scores.shape)
+
+
+def _softmax(scores, kept, seeds: Keys, dropout_p: float, scale: float) -> torch.Tensor:
+    """Probabilities of `scores` (overwritten), negative where dropped; `kept` gets those after dropout."""
+    keep = 1 / (1 - realised(dropout_p))
+    library = native() if scores.dtype in _NAMES else None
+    if library is not None:
+        n, least = scores.shape[-1], round(realised(dropout_p) * _STEPS) - _STEPS // 2
+        pointers, threads = (scores.data_ptr(), kept.data_ptr()), torch.get_num_threads()
+        call = getattr(library, f"forward_{_NAMES[scores.dtype]}")
+        call(*pointers, scores.numel() // n, n, *seeds, least, scale, keep, threads)
+        return scores
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    p = torch.softmax(scores.to(wide) * scale, -1)
+    if dropout_p:
+        stays = keep_by_torch(p.numel(), seeds, round(realised(dropout_p) * _STEPS)).view(p.shape)
+        p = torch.where(stays, p, -p)
+    kept.copy_(p.relu() * keep)
+    return p.to(scores.dtype)
+
+
+def _softmax_backward(gradient, probabilities, kept, dropout_p: float, scale: float) -> torch.Tensor:
+    """From the gradient of `kept` (overwritten) that of the scores; `kept` is filled as in forward."""
+    keep = 1 / (1 - realised(dropout_p))
+    library = native() if gradient.dtype in _NAMES else None
+    if library is not None:
+        n, threads = gradient.shape[-1], torch.get_num_threads()
+        pointers = (x.data_ptr() for x in (gradient, probabilities, kept))
+        call = getattr(library, f"backward_{_NAMES[gradient.dtype]}")
+        call(*pointers, gradient.numel() // n, n, scale, keep, threads)
+        return gradient
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    p, g = probabilities.to(wide), gradient.to(wide)
+    through = torch.where(p > 0, g * keep, 0)
+    kept.copy_(p.relu() * keep)
+    return (p.abs() * (through - (p.abs() * through).sum(-1, keepdim=True)) * scale).to(gradient.dtype)
+
+
+@cache
+def native() -> ctypes.CDLL | None:
+    """The C passes, if they could be built and agree with their meaning in PyTorch operations; None if not."""
+    library = load("varlen_attention")
+    if library is None:
+        return None
+    for name in _NAMES.values():
+        forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
+        forward.argtypes, forward.restype = (_P, _P, _N, _N, _W, _W, ctypes.c_int32, _F, _F, _I), None
+        backward.argtypes, backward.restype = (_P, _P, _P, _N, _N, _F, _F, _I), None
+    scores = torch.linspace(-9, 9, 37 * 3).view(3, 37)
+    p, kept = scores.clone(), torch.empty_like(scores)
+    library.forward_float32(p.data_ptr(), kept.data_ptr(), 3, 37, 7, 9, 6554 - _STEPS // 2, 1.0, 1.0, 1)
+    stays = keep_by_torch(scores.numel(), (7, 9), 6554).view(scores.shape)
+    agrees = torch.equal(stays, p > 0) and p.abs().allclose(scores.softmax(-1), rtol=1e-5)
+    return library if agrees else None
+
+
+# Under torch.compile the loop over sequences is one opaque operation: no graph breaks, and no new graph when lengths
+# change. It keeps no probabilities, whose number depends on the lengths' values; backward makes them again.
+
+
+@torch.library.custom_op("composer_speedups::varlen_attention", mutates_args=())
+def _opaque(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    seeds: torch.Tensor,
+    dropout_p: float,
+    scale: float,
+) -> torch.Tensor:
+    return _forward(q, k, v, queries.tolist(), keys.tolist(), tuple(seeds.tolist()), dropout_p, scale)[0]
+
+
+@_opaque.register_fake
+def _(q, k, v, queries, keys, seeds, dropout_p, scale):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("composer_speedups::varlen_attention_backward", mutates_args=())
+def _opaque_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    seeds: torch.Tensor,
+    dropout_p: float,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lengths = (queries.tolist(), keys.tolist())
+    _, blocks = _forward(q, k, v, *lengths, tuple(seeds.tolist()), dropout_p, scale)
+    return _backward(gradient, blocks, *lengths, dropout_p, scale)
+
+
+@_opaque_backward.register_fake
+def _(gradient, q, k, v, queries, keys, seeds, dropout_p, scale):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _remember(ctx, inputs, output) -> None:
+    *tensors, ctx.dropout_p, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, gradient):
+    gradients = _opaque_backward(gradient, *ctx.saved_tensors, ctx.dropout_p, ctx.scale)
+    return (*gradients, None, None, None, None, None)
+
+
+_opaque.register_autograd(_differentiate, setup_context=_remember)

@@ -1,0 +1,226 @@
+"""A Composer callback that measures a training run without disturbing it.
+
+Seconds per step come from a monotonic clock (CUDA events on a GPU), from the end of one batch to the end of the
+next, loading included, evaluation and checkpoints left out. Lengths and losses stay on the device until the end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from composer.core import Callback, State, TimeUnit
+from composer.loggers import Logger
+
+from composer_speedups.results import Progress
+
+__all__ = ["Measurement", "peak_memory", "reset_peak_memory"]
+
+_REPORT_EVERY = 0.25  # seconds between two progress reports
+_NAN_PATIENCE = 25  # steps in a row without a finite loss, after which a run is given up
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start counting the peak anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # resets the high-water mark of the resident set
+        except OSError:
+            pass  # not Linux, or not permitted: the peak since the process began is what there is
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes: the CUDA allocator's peak, or the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Measurement(Callback):
+    """Records losses, seconds, samples and real tokens of each step, and reports progress.
+
+    Args:
+        report: called with a `Progress` a few times a second.
+        compile_seconds: tells how many seconds this process has spent compiling so far; steps during which that
+            grows are not counted in the speeds.
+        stop_requested: asked after each batch; True ends the training after that batch, in good order.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[Progress], None] | None = None,
+        compile_seconds: Callable[[], float] = lambda: 0.0,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._report = report
+        self._compile_seconds = compile_seconds
+        self._stop_requested = stop_requested
+        self.losses: list[float] = []
+        self.samples: list[int] = []
+        self.compiling: list[bool] = []
+        self.gave_up = False
+        self.interrupted = False
+        self.fit_seconds = 0.0
+        self.eval_seconds = 0.0
+        self._lengths: list[torch.Tensor] = []
+        self._ticks: list[tuple[object, object]] = []
+        self._padded_tokens = 0
+        self._next_report = 0.0
+        self._bad = 0
+        self._steps = 0
+
+    # ---- events
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        reset_peak_memory(state.device._device)
+        self._cuda = state.device._device.type == "cuda"
+        self._compiled = self._compile_seconds()
+        self._steps = _steps(state)
+        self._began = time.perf_counter()
+        self._mark = self._now()
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        self._mark = self._now()
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        self._eval_began = time.perf_counter()
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        step, total = int(state.eval_timestamp.batch), int(state.dataloader_len or 0)
+        if self._due() or step == total:
+            self._send(Progress("eval", step=step, steps=total))
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        self.eval_seconds += time.perf_counter() - self._eval_began
+        self._mark = self._now()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        batch = state.batch
+        mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+        if mask is not None:
+            lengths = mask.sum(1)
+            self._lengths.append(torch.stack([lengths.sum(), lengths.square().sum()]))
+            self._padded_tokens += mask.numel()
+        self.samples.append(state.batch_get_item("labels").shape[0])
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        now = self._now()
+        self._ticks.append((self._mark, now))
+        self._mark = now
+        self._step = len(self._ticks)
+        loss = float(state.total_loss_dict.get("loss/train/total", math.nan))
+        self.losses.append(loss)
+        compiled = self._compile_seconds()
+        self.compiling.append(compiled > self._compiled)
+        self._compiled = compiled
+        self._bad = 0 if math.isfinite(loss) else self._bad + 1
+        if self._bad >= _NAN_PATIENCE:
+            self.gave_up = True
+            state.stop_training()
+        if self._stop_requested():
+            self.interrupted = True
+            state.stop_training()
+        if self._due() or self._step == self._steps:
+            self._send(self._progress(state, loss))
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+        self.fit_seconds = time.perf_counter() - self._began
+
+    # ---- results
+
+    def step_seconds(self) -> list[float]:
+        """Seconds of each step."""
+        if self._ticks and self._cuda:
+            torch.cuda.synchronize()
+            return [begin.elapsed_time(end) / 1000 for begin, end in self._ticks]  # type: ignore[attr-defined]
+        return [end - begin for begin, end in self._ticks]  # type: ignore[operator]
+
+    def tokens(self) -> list[tuple[int, int]]:
+        """Real tokens of each step, and the sum of the squares of the samples' lengths."""
+        return [tuple(pair) for pair in torch.stack(self._lengths).tolist()] if self._lengths else []
+
+    def padding_share(self) -> float | None:
+        """The share of all tokens of all batches that were padding."""
+        real = sum(tokens for tokens, _ in self.tokens())
+        return 1 - real / self._padded_tokens if self._padded_tokens else None
+
+    # ---- helpers
+
+    def _now(self) -> object:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _due(self) -> bool:
+        return self._report is not None and time.perf_counter() >= self._next_report
+
+    def _send(self, progress: Progress) -> None:
+        if self._report is not None:
+            self._next_report = time.perf_counter() + _REPORT_EVERY
+            self._report(progress)
+
+    def _progress(self, state: State, loss: float) -> Progress:
+        elapsed = time.perf_counter() - self._began - self.eval_seconds
+        pace = elapsed / self._step
+        recent = self._ticks[-20:] if len(self._ticks) > 3 else self._ticks
+        if self._cuda:
+            seconds = pace * len(recent)  # reading the events would make the host wait for the device
+        else:
+            seconds = sum(end - begin for begin, end in recent)  # type: ignore[operator]
+        return Progress(
+            "train",
+            step=self._step,
+            steps=self._steps,
+            loss=loss,
+            accuracy=_accuracy(state),
+            samples_per_second=sum(self.samples[-len(recent) :]) / max(seconds, 1e-9),
+            seconds_left=max(0, self._steps - self._step) * pace,
+        )
+
+
+def _steps(state: State) -> int:
+    """How many steps this fit will do, as far as can be told."""
+    duration, done = state.max_duration, state.timestamp
+    per_epoch = int(state.dataloader_len) if state.dataloader_len is not None else 0
+    if duration is None:
+        return 0
+    if duration.unit == TimeUnit.BATCH:
+        return duration.value - done.batch.value
+    if duration.unit == TimeUnit.EPOCH:
+        return duration.value * per_epoch - done.batch.value
+    if duration.unit == TimeUnit.SAMPLE and state.train_dataloader is not None:
+        size = getattr(state.train_dataloader, "batch_size", None) or 1
+        return math.ceil((duration.value - done.sample.value) / size)
+    return 0
+
+
+def _accuracy(state: State) -> float | None:
+    """Share of right answers in the last batch; labels of -100 do not count."""
+    logits = getattr(state.outputs, "logits", None)
+    try:
+        labels = state.batch_get_item("labels")
+    except (KeyError, TypeError):
+        return None
+    if logits is None or logits.shape[:-1] != labels.shape:
+        return None  # several microbatches: the outputs are the last one's only
+    with torch.no_grad():
+        counted = labels != -100
+        return ((logits.argmax(-1) == labels) & counted).sum().item() / max(1, counted.sum().item())

@@ -1,0 +1,184 @@
+"""Tokenised samples on disk or in memory, and the collators that make batches of them.
+
+Ids lie end to end in one flat array with offsets: a memory map opens in milliseconds and shares its pages
+among all processes of the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+import torch
+
+__all__ = ["Lengths", "MaskCollator", "PadCollator", "Sample", "TokenDataset"]
+
+IGNORED = -100  # the label that cross entropy leaves out
+
+
+class Sample(TypedDict):
+    input_ids: torch.Tensor
+    label: int
+    index: int
+
+
+class TokenDataset(torch.utils.data.Dataset):
+    """Samples of token ids, special tokens included, none padded.
+
+    `dataset[i]` is `{"input_ids": int64 [length], "label": int, "index": i}`; `dataset.lengths[i]` is its length.
+    """
+
+    def __init__(self, ids: np.ndarray, offsets: np.ndarray, labels: np.ndarray, folder: Path | None = None) -> None:
+        self.ids, self.offsets, self.labels = ids, offsets, labels
+        self._folder = folder
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], labels: Sequence[int]) -> TokenDataset:
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        ids = np.fromiter((i for row in rows for i in row), np.int32, count=int(offsets[-1]))
+        return cls(ids, offsets, np.asarray(labels, np.int64))
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        for name in ("ids", "offsets", "labels"):
+            np.save(folder / f"{name}.npy", getattr(self, name))
+
+    @classmethod
+    def load(cls, folder: Path) -> TokenDataset:
+        # The mapping is private: nothing that a caller does to an array can reach the file.
+        ids = np.asarray(np.load(folder / "ids.npy", mmap_mode="c"))
+        return cls(ids, np.load(folder / "offsets.npy"), np.load(folder / "labels.npy"), folder)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A worker process opens the file again instead of receiving a copy of it.
+        if self._folder is not None:
+            return TokenDataset.load, (self._folder,)
+        return TokenDataset, (self.ids, self.offsets, self.labels)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        index = int(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        row = self.ids[self.offsets[index] : self.offsets[index + 1]]
+        return {"input_ids": torch.from_numpy(row.astype(np.int64)), "label": int(self.labels[index]), "index": index}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens per sample, special ones included; `padding` is the share of padding at full length."""
+
+    mean: float
+    median: float
+    longest: int
+    padding: float
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, max_length: int) -> Lengths:
+        mean = float(lengths.mean())
+        return cls(mean, float(np.median(lengths)), int(lengths.max()), 1 - mean / max_length)
+
+
+@dataclass
+class PadCollator:
+    """Batch for classification: `input_ids` and `attention_mask` int64 [rows, length], `labels` int64 [rows].
+
+    Attributes:
+        pad_id: id that fills rows up.
+        length: pad to this; None pads to the longest row.
+        multiple_of: round the longest row's length up to a multiple of this.
+    """
+
+    pad_id: int
+    length: int | None = None
+    multiple_of: int | None = None
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        rows = [sample["input_ids"] for sample in samples]
+        width = self._width(max(map(len, rows)))
+        ids = torch.full((len(rows), width), self.pad_id, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = row
+            mask[i, : len(row)] = 1
+        return {"input_ids": ids, "attention_mask": mask, "labels": self._labels(samples, ids)}
+
+    def _width(self, longest: int) -> int:
+        if self.length is not None:
+            return self.length
+        step = self.multiple_of or 1
+        return -(-longest // step) * step
+
+    def _labels(self, samples: Sequence[Sample], ids: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([sample["label"] for sample in samples], dtype=torch.int64)
+
+
+@dataclass
+class MaskCollator(PadCollator):
+    """Batch for masked language modelling, masked as BERT does it; `labels` int64 [rows, length], -100 if not asked.
+
+    In each sample 15 % of the tokens (special ones never; at least one) are to be predicted: 80 % of those become
+    [MASK], 10 % a random token and 10 % stay. Which, depends on (`seed`, epoch, the sample's index) alone: not on
+    batch size, order, worker or rank. So runs that are compared see the same masks, and a resumed run goes on
+    with those that it would have had.
+
+    Attributes:
+        mask_id: id of [MASK].
+        special: ids that are never masked.
+        replacements: ids that a random token is drawn from.
+        probability: share of the tokens to predict.
+        seed: of the masks.
+    """
+
+    mask_id: int = 0
+    special: tuple[int, ...] = ()
+    replacements: np.ndarray | None = None
+    probability: float = 0.15
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        # In shared memory: workers of the data loader that outlive an epoch see the next epoch's number, too.
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch[0] = epoch
+
+    def _labels(self, samples: Sequence[Sample], ids: torch.Tensor) -> torch.Tensor:
+        labels = torch.full_like(ids, IGNORED)
+        epoch = self.epoch
+        for i, sample in enumerate(samples):
+            row = sample["input_ids"].numpy()
+            places, masked = self.mask(row, epoch, sample["index"])
+            labels[i, places] = torch.from_numpy(row[places])
+            ids[i, : len(row)] = torch.from_numpy(masked)
+        return labels
+
+    def mask(self, row: np.ndarray, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The places to predict in `row` (int64 [length]), and `row` with those masked."""
+        assert self.replacements is not None
+        # Philox is counter-based: each (seed, epoch, index) is a stream of its own, at no cost to set up.
+        random = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, index, epoch]))
+        allowed = np.flatnonzero(~np.isin(row, self.special))
+        count = min(len(allowed), max(1, round(self.probability * len(allowed))))
+        places = allowed[np.argsort(random.random(len(allowed)), kind="stable")[:count]]
+        kind, draw = random.random((2, count))
+        masked = row.copy()
+        masked[places[kind < 0.8]] = self.mask_id
+        swapped = kind >= 0.9
+        masked[places[swapped]] = self.replacements[(draw[swapped] * len(self.replacements)).astype(np.int64)]
+        return places, masked

@@ -1,0 +1,265 @@
+"""Read the user's own texts: csv, tsv, jsonl, parquet, folders of those, folders of class folders with .txt files."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from composer_speedups.errors import TaskError
+from composer_speedups.tasks.texts import Texts
+
+__all__ = ["fingerprint", "read"]
+
+Part = Literal["train", "evaluation"]
+# text, label, part (None where the data does not say)
+Row = tuple[Any, Any, Part | None]
+
+_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+_TRAIN = {"train", "training"}
+_EVALUATION = {"test", "eval", "evaluation", "validation", "valid", "val", "dev"}
+_MOST_LABELS = 1000
+
+
+def fingerprint(path: str) -> list[list[str | int]]:
+    """Name, size and time of change of every file under `path`: enough to see that the data changed."""
+    root = _existing(path)
+    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+    return [[str(f), (stat := f.stat()).st_size, stat.st_mtime_ns] for f in files]
+
+
+def read(
+    path: str,
+    *,
+    text_column: str = "text",
+    label_column: str | None = "label",
+    split_column: str | None = None,
+    eval_path: str | None = None,
+    train: int | None = None,
+    evaluation: int | None = None,
+    seed: int = 0,
+    label_names: dict[str, str] | None = None,
+) -> Texts:
+    """Read `path` (and `eval_path`) into texts to train and to evaluate on, at most as many as asked for.
+
+    What is evaluated on: `eval_path`; or what `split_column` says; or files and folders named train / test; or
+    else a tenth of the texts, chosen by a hash of the text, so that equal texts fall on one side.
+    `label_column` None leaves labels out (MLM). `label_names` renames labels.
+    """
+    rows = list(_rows(_existing(path), text_column, label_column, split_column))
+    if eval_path is not None:
+        rows = [(text, label, "train") for text, label, part in rows if part != "evaluation"]
+        held_out = _rows(_existing(eval_path), text_column, label_column, None)
+        rows += [(text, label, "evaluation") for text, label, _ in held_out]
+    clean = [(_clean(text), None if label is None else str(label).strip(), part) for text, label, part in rows]
+    kept = [row for row in clean if row[0] and (label_column is None or row[1])]
+    notes = []
+    if empty := sum(not row[0] for row in clean):
+        notes.append(f"{empty:,} of {len(clean):,} rows of {path} dropped: no text")
+    if unlabelled := len(clean) - len(kept) - empty:
+        notes.append(f"{unlabelled:,} of {len(clean):,} rows of {path} dropped: no label")
+    if not kept:
+        raise TaskError(f"{path!r} holds no row with both text and label ({len(clean):,} rows read): check the columns")
+
+    names = _label_names({row[1] for row in kept if row[1]}, len(kept), label_column)
+    number = {name: i for i, name in enumerate(names)}
+    parts: dict[Part, list[tuple[bytes, str, int]]] = {"train": [], "evaluation": []}
+    ordered = sorted(
+        ((_hash(seed, text), text, number.get(label or "", 0), part) for text, label, part in kept), key=lambda r: r[:3]
+    )
+    if all(part != "evaluation" for *_, part in ordered):
+        wanted = len(ordered) // 10 if evaluation is None else min(evaluation, len(ordered) // 10)
+        cut = max(1, wanted)
+        while cut < len(ordered) and ordered[cut][0] == ordered[cut - 1][0]:
+            cut += 1  # equal texts lie side by side: keep them on one side
+        parts["evaluation"] = [row[:3] for row in ordered[:cut]]
+        parts["train"] = [row[:3] for row in ordered[cut:]]
+    else:
+        for hashed, text, n, part in ordered:
+            parts[part or "train"].append((hashed, text, n))
+    for part, what in (("train", "train"), ("evaluation", "evaluate")):
+        if not parts[part]:
+            raise TaskError(f"{path!r} leaves no text to {what} on ({len(kept):,} texts): give more, or task.eval_path")
+    chosen_train, chosen_eval = parts["train"][:train], parts["evaluation"][:evaluation]
+    return Texts(
+        train=[t for _, t, _ in chosen_train], train_labels=[n for _, _, n in chosen_train],
+        evaluation=[t for _, t, _ in chosen_eval], evaluation_labels=[n for _, _, n in chosen_eval],
+        label_names=[(label_names or {}).get(name, name) for name in names], notes=notes,
+    )  # fmt: skip
+
+
+def _existing(path: str) -> Path:
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise TaskError(
+            f"task.path {path!r} is not there (seen from {str(Path.cwd())!r}): give the path of a csv, tsv, "
+            "jsonl or parquet file, or of a folder"
+        )
+    return found
+
+
+def _rows(path: Path, text: str, label: str | None, split: str | None) -> Iterator[Row]:
+    if path.is_file():
+        yield from _table(path, text, label, split, None)
+        return
+    tables = sorted(f for f in path.rglob("*") if f.suffix.lower() in _TABLES and f.is_file())
+    if tables:
+        for file in tables:
+            part = _part(file.relative_to(path).parts)
+            if part != "unlabelled":
+                yield from _table(file, text, label, split, part)
+            elif label is None:
+                yield from _table(file, text, None, split, None)
+        return
+    documents = sorted(f for f in path.rglob("*.txt") if len(f.relative_to(path).parts) >= 2)
+    if not documents:
+        raise TaskError(
+            f"folder {str(path)!r} holds neither {', '.join(_TABLES)} files nor class folders with .txt files: "
+            "give the folder that does"
+        )
+    for file in documents:
+        folders = file.relative_to(path).parts[:-1]
+        part = _part(folders)
+        if part == "unlabelled" and label is not None:
+            continue
+        name = folders[-1]
+        if name.lower() in _TRAIN | _EVALUATION:  # a file about the split itself, such as aclImdb's url lists
+            continue
+        yield _text_of(file), name, None if part == "unlabelled" else part
+
+
+def _part(names: tuple[str, ...]) -> Part | Literal["unlabelled"] | None:
+    """What file and folder names say: `train/pos/1.txt`, `test-00000-of-00001.parquet`."""
+    for name in names:
+        word = re.split(r"[-_.]", name.lower())[0]
+        if word in {"unsup", "unsupervised", "unlabeled", "unlabelled"}:
+            return "unlabelled"
+    for name in names:
+        word = re.split(r"[-_.]", name.lower())[0]
+        if word in _TRAIN:
+            return "train"
+        if word in _EVALUATION:
+            return "evaluation"
+    return None
+
+
+def _table(file: Path, text: str, label: str | None, split: str | None, part: Part | None) -> Iterator[Row]:
+    columns = [text, *([label] if label else []), *([split] if split else [])]
+    for row in _records(file, columns):
+        if split is not None:
+            word = str(row[split]).strip().lower()
+            if word not in _TRAIN | _EVALUATION:
+                raise TaskError(
+                    f"{str(file)!r}: column {split!r} says {row[split]!r}; it must say train, or test, eval, validation"
+                )
+            part = "train" if word in _TRAIN else "evaluation"
+        yield row[text], row[label] if label else None, part
+
+
+def _records(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+    kind = file.suffix.lower()
+    if kind == ".parquet":
+        yield from _parquet(file, columns)
+    elif kind in (".csv", ".tsv"):
+        csv.field_size_limit(2**31 - 1)  # the default refuses texts beyond 128 KiB
+        with _open(file) as stream:
+            try:
+                reader = csv.DictReader(stream, delimiter="\t" if kind == ".tsv" else ",", strict=True)
+                _need(file, columns, reader.fieldnames or [])
+                yield from reader
+            except csv.Error as error:
+                raise TaskError(f"{str(file)!r} is no valid {kind[1:]} (line {reader.line_num}): {error}") from error
+            except UnicodeDecodeError as error:
+                raise _no_utf8(file, error) from error
+    elif kind in (".jsonl", ".ndjson"):
+        with _open(file) as stream:
+            try:
+                for number, line in enumerate(stream, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        row = json.loads(line)
+                    except ValueError as error:
+                        raise TaskError(f"{str(file)!r} line {number} is no JSON: {error}") from error
+                    if not isinstance(row, dict):
+                        raise TaskError(f"{str(file)!r} line {number} is no JSON object: give one object per line")
+                    _need(file, columns, list(row), number)
+                    yield row
+            except UnicodeDecodeError as error:
+                raise _no_utf8(file, error) from error
+    else:
+        raise TaskError(
+            f"{str(file)!r}: cannot read {kind or 'a file without extension'}; known are {', '.join(_TABLES)}"
+        )
+
+
+def _parquet(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        _need(file, columns, table.schema_arrow.names)
+        for batch in table.iter_batches(columns=columns):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise TaskError(f"{str(file)!r} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+
+
+def _need(file: Path, wanted: list[str], there: list[str], line: int | None = None) -> None:
+    for column in wanted:
+        if column not in there:
+            place = f"{str(file)!r}" + (f" line {line}" if line else "")
+            raise TaskError(
+                f"{place} has no column {column!r}: it has {', '.join(map(repr, there)) or 'none'}. "
+                "Set task.text_column, task.label_column or task.split_column"
+            )
+
+
+def _open(file: Path):
+    try:
+        return file.open(encoding="utf-8-sig", newline="")
+    except OSError as error:
+        raise TaskError(f"{str(file)!r} cannot be read: {error.strerror}") from error
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _no_utf8(file, error) from error
+    except OSError as error:
+        raise TaskError(f"{str(file)!r} cannot be read: {error.strerror}") from error
+
+
+def _no_utf8(file: Path, error: UnicodeDecodeError) -> TaskError:
+    return TaskError(f"{str(file)!r} is no UTF-8 ({error.reason} at byte {error.start}): convert it, as with iconv")
+
+
+def _clean(text: Any) -> str:
+    # A lone surrogate (JSON can escape one) cannot be encoded by a tokenizer.
+    return "" if text is None else str(text).strip().encode("utf-8", "replace").decode()
+
+
+def _label_names(labels: set[str], rows: int, column: str | None) -> list[str]:
+    if column is None:
+        return ["none"]
+    if len(labels) < 2:
+        raise TaskError(f"column {column!r} holds one label only, {next(iter(labels))!r}: classification needs two")
+    if len(labels) > _MOST_LABELS or (len(labels) > 10 and len(labels) > rows // 2):
+        raise TaskError(
+            f"column {column!r} holds {len(labels):,} different values in {rows:,} rows: that is no label. "
+            "Name another task.label_column, or use objective: mlm"
+        )
+    try:
+        return sorted(labels, key=int)
+    except ValueError:
+        return sorted(labels)
+
+
+def _hash(seed: int, text: str) -> bytes:
+    return hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=12).digest()

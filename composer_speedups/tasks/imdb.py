@@ -1,0 +1,51 @@
+"""IMDB film reviews (Maas et al., 2011): 25,000 to train and 25,000 to evaluate on, positive or negative."""
+
+from __future__ import annotations
+
+from composer_speedups.errors import TaskError
+from composer_speedups.tasks import files, hub
+from composer_speedups.tasks.texts import Texts, pick
+
+__all__ = ["read"]
+
+_REPOSITORY = "stanfordnlp/imdb"
+_NAMES = {"0": "neg", "1": "pos"}
+
+
+def read(path: str | None, train: int | None, evaluation: int | None, seed: int, labelled: bool) -> Texts:
+    """From the hub, or from `path`: parquet files, or the folder of Stanford's archive (train/pos, test/neg, ...)."""
+    if path is not None:
+        return files.read(
+            path, train=train, evaluation=evaluation, seed=seed, label_names=_NAMES,
+            label_column="label" if labelled else None,
+        )  # fmt: skip
+    data = _load()
+    parts = {part: data[part] for part in ("train", "test")}
+    chosen = {
+        "train": pick(len(parts["train"]), train, seed),
+        "test": pick(len(parts["test"]), evaluation, seed + 1),
+    }
+    texts = {part: parts[part].select(chosen[part]) for part in parts}
+    return Texts(
+        train=list(texts["train"]["text"]), train_labels=list(texts["train"]["label"]),
+        evaluation=list(texts["test"]["text"]), evaluation_labels=list(texts["test"]["label"]),
+        label_names=list(_NAMES.values()),
+    )  # fmt: skip
+
+
+def _load():
+    import datasets
+
+    def missing(why: str) -> TaskError:
+        return TaskError(
+            f"{_REPOSITORY} cannot be had from the Hugging Face hub ({why}): connect to it, or set task.path to "
+            "a local folder or parquet file of IMDB (task.name: docstrings needs no download)"
+        )
+
+    kept = datasets.config.HF_DATASETS_CACHE / _REPOSITORY.replace("/", "___")
+    if not kept.exists() and (why := hub.unreachable()):
+        raise missing(why)
+    try:
+        return datasets.load_dataset(_REPOSITORY)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise missing(str(error).splitlines()[0][:200]) from error

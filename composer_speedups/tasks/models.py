@@ -1,0 +1,296 @@
+"""The model of a recipe: pretrained where asked for, else built from its configuration without any download."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups.errors import TaskError
+from composer_speedups.tasks import hub
+from composer_speedups.tasks.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+    from composer_speedups.tasks.task import Task
+
+__all__ = ["KNOWN", "Source", "build_model", "load_config", "load_tokenizer", "resolve"]
+
+log = logging.getLogger("composer_speedups")
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# Sizes grow by this: tensor cores want matrices whose sides are multiples of 8 in 16-bit types.
+_VOCABULARY_MULTIPLE = 8
+
+_LARGE = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+_ROBERTA = dict(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5)
+
+
+def _bert(layers: int, width: int) -> tuple[str, dict[str, Any]]:
+    """The family of Turc et al., 2019: heads of width 64, four times the width inside."""
+    return "bert", dict(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64, intermediate_size=4 * width
+    )
+
+
+# Architectures by hub name (model type, changes to its defaults), to build without asking the hub.
+# BertConfig() is bert-base-uncased, DistilBertConfig() distilbert-base-uncased.
+KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "google-bert/bert-base-uncased": ("bert", {}),
+    "google-bert/bert-base-cased": ("bert", {"vocab_size": 28996}),
+    "google-bert/bert-large-uncased": ("bert", _LARGE),
+    "google-bert/bert-large-cased": ("bert", {**_LARGE, "vocab_size": 28996}),
+    "google/bert_uncased_L-2_H-128_A-2": _bert(2, 128),
+    "google/bert_uncased_L-4_H-256_A-4": _bert(4, 256),
+    "google/bert_uncased_L-4_H-512_A-8": _bert(4, 512),
+    "google/bert_uncased_L-8_H-512_A-8": _bert(8, 512),
+    "prajjwal1/bert-tiny": _bert(2, 128),
+    "prajjwal1/bert-mini": _bert(4, 256),
+    "prajjwal1/bert-small": _bert(4, 512),
+    "prajjwal1/bert-medium": _bert(8, 512),
+    "distilbert/distilbert-base-uncased": ("distilbert", {}),
+    "distilbert/distilroberta-base": ("roberta", {**_ROBERTA, "num_hidden_layers": 6}),
+    "FacebookAI/roberta-base": ("roberta", _ROBERTA),
+    "FacebookAI/roberta-large": ("roberta", {**_ROBERTA, **_LARGE}),
+}
+_OWNERS = ("google-bert", "distilbert", "FacebookAI")  # the hub serves these without owner, too
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where model, tokenizer and configuration come from: `location` is a folder or hub name, None the table above."""
+
+    name: str
+    location: str | None
+    pretrained: bool
+    tokenizer: bool
+    local_only: bool
+    note: str | None = None
+
+
+def known(name: str) -> tuple[str, dict[str, Any]] | None:
+    return next((KNOWN[n] for n in (name, *(f"{o}/{name}" for o in _OWNERS)) if n in KNOWN), None)
+
+
+def resolve(spec: ModelSpec, progress: Callable[[str], None] | None = None) -> Source:
+    """Decide where the model comes from; one clear `TaskError`, within seconds, if it cannot be had."""
+    folder = Path(spec.name).expanduser()
+    if folder.is_dir():
+        return _from_folder(spec, folder)
+    if not _HUB_NAME.fullmatch(spec.name) or folder.exists():
+        raise TaskError(
+            f"model folder {spec.name!r} is not there or is no folder (seen from {str(Path.cwd())!r}): give a "
+            "folder with config.json and weights, or a hub name such as bert-base-uncased"
+        )
+    architecture = known(spec.name)
+    if spec.pretrained is False and architecture is not None:
+        return Source(spec.name, None, pretrained=False, tokenizer=False, local_only=True)
+    return _from_hub(spec, architecture is not None, progress)
+
+
+def _from_folder(spec: ModelSpec, folder: Path) -> Source:
+    if not (folder / "config.json").is_file():
+        raise TaskError(f"model folder {spec.name!r} has no config.json: give a folder that save_pretrained wrote")
+    weights = any((folder / name).is_file() for name in _WEIGHTS)
+    if spec.pretrained is True and not weights:
+        raise TaskError(
+            f"model folder {spec.name!r} has no weights ({_WEIGHTS[0]}): add them, or set pretrained: false"
+        )
+    pretrained = weights and spec.pretrained is not False
+    tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    if pretrained and not tokenizer:
+        raise TaskError(
+            f"model folder {spec.name!r} has weights but no tokenizer ({', '.join(_TOKENIZERS[:2])}): add the "
+            "one that the weights were trained with, or set pretrained: false"
+        )
+    note = None
+    if spec.pretrained == "auto" and not weights:
+        note = f"model folder {spec.name!r} has no weights: training starts from random ones"
+        log.warning("%s", note)
+    return Source(spec.name, str(folder), pretrained, tokenizer, local_only=True, note=note)
+
+
+def _from_hub(spec: ModelSpec, is_known: bool, progress: Callable[[str], None] | None) -> Source:
+    wants_weights = spec.pretrained is not False
+    for name in (spec.name, *(f"{owner}/{spec.name}" for owner in _OWNERS if f"{owner}/{spec.name}" in KNOWN)):
+        parts = [("config.json",), _TOKENIZERS, *([_WEIGHTS] if wants_weights else [])]
+        if all(any(hub.cached_file(name, file) for file in part) for part in parts):
+            return Source(spec.name, name, wants_weights, True, local_only=True)  # no need to ask anybody
+    why = hub.unreachable()
+    if why is None:
+        if progress is not None:
+            progress(f"fetching {spec.name} from the Hugging Face hub")
+        return Source(spec.name, spec.name, wants_weights, True, local_only=False)
+    if is_known and spec.pretrained == "auto":
+        note = (
+            f"no pretrained weights of {spec.name!r} here ({why}): training starts from random ones, "
+            "with a tokenizer trained on the task's texts"
+        )
+        log.warning("%s", note)
+        return Source(spec.name, None, pretrained=False, tokenizer=False, local_only=True, note=note)
+    ways = "set model.name to a local model folder"
+    ways += ", or model.pretrained: false" if is_known else ", or to a model known here (such as bert-base-uncased)"
+    raise TaskError(f"model {spec.name!r} is neither in the local cache nor to be had from the hub ({why}): {ways}")
+
+
+def load_config(source: Source) -> PretrainedConfig:
+    """The configuration as the source has it, before the recipe's changes."""
+    from transformers import AutoConfig
+
+    if source.location is None:
+        found = known(source.name)
+        assert found is not None
+        return AutoConfig.for_model(found[0], **found[1])
+    return _load(source, AutoConfig.from_pretrained)
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerFast:
+    """The source's own tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = _load(source, AutoTokenizer.from_pretrained, use_fast=True)
+    missing = [n for n in ("pad_token", "cls_token", "sep_token") if getattr(tokenizer, n, None) is None]
+    if not tokenizer.is_fast or missing:
+        lack = f"has no {' and '.join(missing)}" if missing else "is not a fast one"
+        raise TaskError(f"the tokenizer of model {source.name!r} {lack}: choose a BERT-like encoder")
+    return tokenizer
+
+
+def _load(source: Source, loader: Callable[..., Any], **kwargs: Any) -> Any:
+    try:
+        return loader(source.location, local_files_only=source.local_only, trust_remote_code=False, **kwargs)
+    except Exception as error:  # what a broken file raises depends on the reader: json, safetensors, tokenizers, ...
+        hint = "check the name, or give the path of a local model folder"
+        if "trust_remote_code" in str(error):
+            hint = "it needs code from the hub, which is never run here: choose another model"
+        raise TaskError(f"model {source.name!r} cannot be loaded ({_first_line(error)}): {hint}") from error
+
+
+def build_model(spec: ModelSpec, task: Task, *, seed: int | None = None) -> PreTrainedModel:
+    """The model for `task`, in float32, with its objective's head.
+
+    Without pretrained weights, the embedding has as many rows as the tokenizer has entries, rounded up to a
+    multiple of 8 for the tensor cores (ids beyond the tokenizer's never occur), unless the recipe's
+    `config.vocab_size` says more. `seed` makes the random weights reproducible and leaves torch's generator as it was.
+    """
+    import torch
+
+    config = _configure(spec, task)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.random.default_generator.manual_seed(seed)
+        model = _instantiate(spec, task, config)
+    model.float()  # transformers 5 keeps a checkpoint's own dtype; masters in float32 are what the recipes assume
+    return model
+
+
+def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
+    config = load_config(task.source)
+    if not task.source.pretrained:
+        config.vocab_size = -(-task.vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+        if (tokenizer := task.tokenizer) is not None:
+            for name, token in (("pad", "pad"), ("cls", "cls"), ("sep", "sep"), ("bos", "cls"), ("eos", "sep")):
+                if hasattr(config, f"{name}_token_id"):
+                    setattr(config, f"{name}_token_id", getattr(tokenizer, f"{token}_token_id"))
+    for name, value in spec.config.items():
+        _override(config, name, value)
+    if config.vocab_size < task.vocabulary:
+        raise TaskError(
+            f"the model has {config.vocab_size:,} embeddings, but the task's ids go up to {task.vocabulary - 1:,}: "
+            f"set config.vocab_size to at least {task.vocabulary}, or a smaller task.vocabulary"
+        )
+    room = getattr(config, "max_position_embeddings", None)
+    if room is not None and config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
+        room -= config.pad_token_id + 1  # their positions start behind the padding id
+    if room is not None and task.max_length > room:
+        raise TaskError(
+            f"max_length {task.max_length} exceeds the {room} positions of model {spec.name!r}: lower task.max_length"
+            + ("" if task.source.pretrained else ", or raise config.max_position_embeddings")
+        )
+    if task.objective == "classification":
+        config.num_labels = task.num_labels
+        config.id2label = dict(enumerate(task.label_names))
+        config.label2id = {name: i for i, name in enumerate(task.label_names)}
+        config.problem_type = "single_label_classification"
+    return config
+
+
+def _override(config: PretrainedConfig, name: str, value: Any) -> None:
+    there = config.to_dict()
+    own = config.attribute_map.get(name, name)
+    if own not in there:
+        near = difflib.get_close_matches(name, [*there, *config.attribute_map], n=3, cutoff=0.5)
+        hint = f"nearest: {', '.join(near)}" if near else f"it has {', '.join(sorted(there))}"
+        raise TaskError(f"config.{name} is no setting of a {config.model_type} model: {hint}")
+    old = there[own]
+    # An int will do for a float; a bool is no number, though Python thinks so.
+    kinds = (int, float) if type(old) is float else (type(old),)
+    if old is not None and value is not None and type(value) not in kinds:
+        raise TaskError(f"config.{name} is {value!r}, but must be of type {type(old).__name__}, such as {old!r}")
+    setattr(config, name, value)
+
+
+def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTrainedModel:
+    from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForSequenceClassification if task.objective == "classification" else AutoModelForMaskedLM
+    attention = {"attn_implementation": spec.attn_implementation}
+    with _quiet_transformers():
+        if task.source.pretrained:
+            # A checkpoint's own head may have other classes: then a new head, but nothing else, is made.
+            model, loading = _load(
+                task.source, kind.from_pretrained, config=config, output_loading_info=True,
+                ignore_mismatched_sizes=True, **attention,
+            )  # fmt: skip
+            _check_loaded(spec, model, loading)
+            return model
+        try:
+            return kind.from_config(config, **attention)
+        except Exception as error:  # whatever the model's code makes of impossible values
+            raise TaskError(
+                f"model {spec.name!r} cannot be built for {task.objective} ({_first_line(error)}): check model.config"
+            ) from error
+
+
+def _check_loaded(spec: ModelSpec, model: PreTrainedModel, loading: dict[str, Any]) -> None:
+    """Raise if weights of the body, beyond its head, were not found in the checkpoint or did not fit."""
+    wrong = [key[0] if isinstance(key, tuple) else key for key in loading["mismatched_keys"]] + [
+        key
+        for key in loading["missing_keys"]
+        if ".pooler." not in key  # checkpoints of MLM have no pooler
+    ]
+    body = [key for key in wrong if key.startswith(f"{model.base_model_prefix}.")]
+    if body:
+        raise TaskError(
+            f"the weights of model {spec.name!r} do not fit its configuration ({len(body)} tensors, as {body[0]}): "
+            f"remove {', '.join(f'config.{name}' for name in spec.config) or 'what changed'}, or set pretrained: false"
+        )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No report that the head is new, which is no news here, and no progress bar across our own display."""
+    from transformers.utils import logging as hf_logging
+
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

@@ -1,0 +1,134 @@
+"""What a recipe may say about its task and its model: `TaskSpec` and `ModelSpec`.
+
+Imports pydantic only, so that reading and checking a recipe stays instant.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+__all__ = ["ModelSpec", "TaskSpec"]
+
+Scalar = bool | int | float | str | None
+
+_ARCHITECTURE_KEYS = {"trust_remote_code", "auto_map", "model_type", "architectures", "num_labels"}
+_ONLY_FOR = {
+    "path": ("text", "imdb"),
+    "text_column": ("text",),
+    "label_column": ("text",),
+    "split_column": ("text",),
+    "eval_path": ("text",),
+    "mean_length": ("dummy",),
+    "length_std": ("dummy",),
+    "num_labels": ("dummy",),
+    "lowest_token": ("dummy",),
+}
+
+
+class _Spec(BaseModel):
+    # Strict: `epochs: "2"` in YAML is a mistake to be told about, not one to be guessed at.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TaskSpec(_Spec):
+    """What is trained on what.
+
+    Attributes:
+        name: `docstrings` (embedded, no download), `imdb`, `text` (the user's own files), `dummy` (random tokens).
+        objective: `classification` of whole texts, or `mlm` (masked language modelling, as BERT does it).
+        max_length: tokens per sample including the special ones; longer texts are cut.
+        padding: `max_length` pads every batch to `max_length`, `longest` to its own longest sample.
+        pad_to_multiple_of: with `longest`, round the padded length up to a multiple of this.
+        train_samples: training samples, at most; None is all there are.
+        eval_samples: evaluation samples, at most; None is all there are.
+        data_seed: which samples are drawn, and how MLM masks them.
+        mlm_probability: share of the tokens (special ones excluded) that MLM has to predict.
+        vocabulary: size of the WordPiece vocabulary trained for `docstrings` and for `text` when the model brings
+            no tokenizer of its own; number of ids for `dummy` (None: the model's own).
+        path: `text`: csv, tsv, jsonl, parquet file, or a folder of those or of class folders with .txt files;
+            `imdb`: a local folder or parquet file instead of the hub.
+        eval_path: `text`: a second file or folder to evaluate on; without it (and without `split_column`) a stable
+            tenth of the texts is held out.
+        text_column: `text`: the column with the text.
+        label_column: `text`: the column with the label (not needed for MLM).
+        split_column: `text`: a column that says `train`, or `test` / `validation` / `eval`.
+        mean_length: `dummy`: mean tokens per sample; None is full length.
+        length_std: `dummy`: standard deviation of the tokens per sample.
+        num_labels: `dummy`: number of classes.
+        lowest_token: `dummy`: smallest random id, so that special ids stay out.
+
+    >>> TaskSpec(name="imdb", train_samples=100).max_length
+    256
+    """
+
+    name: Literal["docstrings", "imdb", "text", "dummy"] = "docstrings"
+    objective: Literal["classification", "mlm"] = "classification"
+    max_length: Annotated[int, Field(ge=8, le=32768)] = 256
+    padding: Literal["max_length", "longest"] = "max_length"
+    pad_to_multiple_of: Annotated[int, Field(ge=1, le=1024)] | None = None
+    train_samples: Annotated[int, Field(ge=1)] | None = 8000
+    eval_samples: Annotated[int, Field(ge=1)] | None = 8000
+    data_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    vocabulary: Annotated[int, Field(ge=256, le=1_000_000)] | None = None
+    path: str | None = None
+    eval_path: str | None = None
+    text_column: str = "text"
+    label_column: str = "label"
+    split_column: str | None = None
+    mean_length: Annotated[float, Field(ge=3)] | None = None
+    length_std: Annotated[float, Field(ge=0)] = 0.0
+    num_labels: Annotated[int, Field(ge=2, le=100_000)] = 2
+    lowest_token: Annotated[int, Field(ge=0)] = 100
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TaskSpec:
+        for field, tasks in _ONLY_FOR.items():
+            if self.name not in tasks and getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(
+                    f"{field} belongs to task {' or '.join(tasks)}, not to {self.name}: remove it, or change name"
+                )
+        if self.name == "text" and self.path is None:
+            raise ValueError("task text needs path: a csv, tsv, jsonl or parquet file, or a folder")
+        if self.name == "text" and self.eval_path is not None and self.split_column is not None:
+            raise ValueError("eval_path and split_column both say what to evaluate on: keep one")
+        if self.mean_length is not None and self.mean_length > self.max_length:
+            raise ValueError(f"mean_length {self.mean_length:g} exceeds max_length {self.max_length}")
+        if self.mean_length is None and self.length_std > 0:
+            raise ValueError("length_std needs mean_length: without it every sample has full length")
+        if self.pad_to_multiple_of is not None and self.max_length % self.pad_to_multiple_of:
+            raise ValueError(
+                f"max_length {self.max_length} is no multiple of pad_to_multiple_of {self.pad_to_multiple_of}"
+            )
+        return self
+
+
+class ModelSpec(_Spec):
+    """Which model is trained.
+
+    Attributes:
+        name: a Hugging Face hub name, or the path of a local model folder.
+        pretrained: True: weights from the hub, its cache or the folder; False: random weights from the
+            configuration; "auto": pretrained where they can be had, else random, said loudly and recorded.
+        config: changes to the configuration, scalars only, such as `num_hidden_layers: 4`. With pretrained weights
+            only values that leave the shapes alone (such as dropout) fit.
+        attn_implementation: `sdpa` or `eager` attention.
+
+    >>> ModelSpec(pretrained=False, config={"num_hidden_layers": 2}).name
+    'bert-base-uncased'
+    """
+
+    name: Annotated[str, Field(min_length=1)] = "bert-base-uncased"
+    pretrained: bool | Literal["auto"] = "auto"
+    config: dict[str, Scalar] = Field(default_factory=dict)
+    attn_implementation: Literal["eager", "sdpa"] = "sdpa"
+
+    @field_validator("config")
+    @classmethod
+    def _no_architecture(cls, config: dict[str, Scalar]) -> dict[str, Scalar]:
+        for key in config:
+            if key in _ARCHITECTURE_KEYS or key.startswith("_"):
+                raise ValueError(f"config.{key} cannot be set: it follows from name and task; remove it")
+        return config

@@ -1,0 +1,240 @@
+"""`build_task`: from what a recipe says to data sets, tokenizer and collators."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from composer_speedups.errors import TaskError
+from composer_speedups.tasks import docstrings, dummy, files, imdb, models, wordpiece
+from composer_speedups.tasks.cache import cached, digest
+from composer_speedups.tasks.data import Lengths, MaskCollator, PadCollator, TokenDataset
+from composer_speedups.tasks.spec import ModelSpec, TaskSpec
+from composer_speedups.tasks.texts import Texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["Task", "build_task"]
+
+log = logging.getLogger("composer_speedups")
+
+DEFAULT_VOCABULARY = 8192
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass
+class Task:
+    """All that training needs to know about its data.
+
+    Attributes:
+        train: map-style samples `{"input_ids", "label", "index"}`, not padded.
+        evaluation: the same, to evaluate on.
+        tokenizer: the pretrained model's own, or one trained on the task's texts.
+        collate_train: makes batches of `input_ids`, `attention_mask` and `labels`.
+        collate_eval: the same; for MLM with masks that stay the same in every epoch and for every seed.
+        num_labels: number of classes; 1 for MLM.
+        label_names: name of each class.
+        objective: `classification` or `mlm`.
+        vocabulary: number of ids that may occur.
+        max_length: tokens of the longest possible sample.
+        lengths: how long the training samples are.
+        source: where model and tokenizer come from, and whether the weights are pretrained.
+        notes: what the user should know: rows dropped, fewer samples than asked for, random weights.
+    """
+
+    train: TokenDataset
+    evaluation: TokenDataset
+    tokenizer: PreTrainedTokenizerFast
+    collate_train: PadCollator
+    collate_eval: PadCollator
+    num_labels: int
+    label_names: list[str]
+    objective: str
+    vocabulary: int
+    max_length: int
+    lengths: Lengths
+    source: models.Source
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def pretrained(self) -> bool:
+        return self.source.pretrained
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch's masks, before its first batch is drawn; for classification it does nothing."""
+        if isinstance(self.collate_train, MaskCollator):
+            self.collate_train.set_epoch(epoch)
+
+
+def build_task(spec: TaskSpec, model: ModelSpec, *, seed: int, progress: Callable[[str], None] | None = None) -> Task:
+    """Make the task, from the cache where it was made before.
+
+    `seed` decides the masks of MLM; which samples there are follows from `spec.data_seed` alone, so runs with
+    several seeds share their data. `progress` is called with short lines while anything slow is done.
+    """
+    say = progress or (lambda line: log.info("%s", line))
+    source = models.resolve(model, say)
+    notes = [source.note] if source.note else []
+    if spec.name == "dummy":
+        tokenizer, train, evaluation = dummy.build(spec, source, model)
+        label_names = [str(i) for i in range(spec.num_labels)]
+        vocabulary = spec.vocabulary or len(tokenizer)
+    else:
+        raw = _Raw(spec, say)
+        tokenizer = _tokenizer(spec, source, raw)
+        stored = _tokenised(spec, tokenizer, raw)
+        train, evaluation = TokenDataset.load(stored / "train"), TokenDataset.load(stored / "evaluation")
+        about = _About.load(stored)
+        label_names, vocabulary = about.label_names, len(tokenizer)
+        notes += about.notes
+    for note in notes[1 if source.note else 0 :]:
+        log.warning("%s", note)
+    if spec.objective == "mlm":
+        label_names = []
+    return Task(
+        train=train, evaluation=evaluation, tokenizer=tokenizer,
+        collate_train=_collator(spec, tokenizer, vocabulary, (seed, 0)),
+        collate_eval=_collator(spec, tokenizer, vocabulary, (spec.data_seed, 1)),
+        num_labels=max(1, len(label_names)), label_names=label_names, objective=spec.objective,
+        vocabulary=vocabulary, max_length=spec.max_length,
+        lengths=Lengths.of(train.lengths, spec.max_length), source=source, notes=notes,
+    )  # fmt: skip
+
+
+class _Raw:
+    """The task's texts, read only if the cache lacks something that needs them, and then once."""
+
+    def __init__(self, spec: TaskSpec, say: Callable[[str], None]) -> None:
+        self.spec, self.say = spec, say
+        self._texts: Texts | None = None
+        self.key: dict[str, Any] = {"task": spec.name, "seed": spec.data_seed}
+        self.key |= {"train": spec.train_samples, "evaluation": spec.eval_samples}
+        if spec.name == "docstrings":
+            self.key["versions"] = docstrings.versions()
+        else:
+            self.key["labelled"] = spec.objective == "classification"
+            self.key["columns"] = [spec.text_column, spec.label_column, spec.split_column]
+            self.key["files"] = [files.fingerprint(p) for p in (spec.path, spec.eval_path) if p is not None]
+
+    def texts(self) -> Texts:
+        if self._texts is None:
+            self._texts = self._read()
+        return self._texts
+
+    def _read(self) -> Texts:
+        spec, size = self.spec, (self.spec.train_samples, self.spec.eval_samples)
+        labelled = spec.objective == "classification"
+        if spec.name == "docstrings":
+            self.say("collecting docstrings of the installed packages")
+            folder = cached(
+                "texts", self.key, lambda f: docstrings.collect(*size, spec.data_seed, self.say).save(f), self.say
+            )
+            return Texts.load(folder)
+        self.say(f"reading the texts of task {spec.name}")
+        if spec.name == "imdb":
+            return imdb.read(spec.path, *size, seed=spec.data_seed, labelled=labelled)
+        assert spec.path is not None
+        return files.read(
+            spec.path, text_column=spec.text_column, label_column=spec.label_column if labelled else None,
+            split_column=spec.split_column, eval_path=spec.eval_path,
+            train=spec.train_samples, evaluation=spec.eval_samples, seed=spec.data_seed,
+        )  # fmt: skip
+
+
+def _tokenizer(spec: TaskSpec, source: models.Source, raw: _Raw) -> PreTrainedTokenizerFast:
+    if source.tokenizer:
+        return models.load_tokenizer(source)
+    size = spec.vocabulary or DEFAULT_VOCABULARY
+
+    def train(folder: Path) -> None:
+        texts = raw.texts().train
+        raw.say(f"training a WordPiece tokenizer of {size:,} entries on {len(texts):,} texts")
+        wordpiece.train(texts, size, folder)
+
+    folder = cached("tokenizer", {"texts": raw.key, "vocabulary": size, **_version("tokenizers")}, train, raw.say)
+    return wordpiece.load(folder / "tokenizer.json", spec.max_length)
+
+
+@dataclass
+class _About:
+    label_names: list[str]
+    notes: list[str]
+
+    def save(self, folder: Path) -> None:
+        import json
+
+        (folder / "about.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> _About:
+        import json
+
+        return cls(**json.loads((folder / "about.json").read_text()))
+
+
+def _tokenised(spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, raw: _Raw) -> Path:
+    def build(folder: Path) -> None:
+        texts = raw.texts()
+        notes = list(texts.notes)
+        for part in ("train", "evaluation"):
+            rows = _encode(getattr(texts, part), tokenizer, spec.max_length, part, raw.say)
+            labels = getattr(texts, f"{part}_labels")
+            # Texts of control characters alone leave nothing to learn, and nothing that MLM could mask.
+            special = set(tokenizer.all_special_ids)
+            full = [i for i, row in enumerate(rows) if not special.issuperset(row)]
+            if len(full) < len(rows):
+                notes.append(f"{len(rows) - len(full):,} of {len(rows):,} {part} texts dropped: no token in them")
+            if not full:
+                raise TaskError(f"no {part} text of task {spec.name} holds a token that the tokenizer knows")
+            TokenDataset.of([rows[i] for i in full], [labels[i] for i in full]).save(folder / part)
+        _About(texts.label_names, notes).save(folder)
+
+    key = {
+        "texts": raw.key, "max_length": spec.max_length,
+        "tokenizer": digest({"json": tokenizer.backend_tokenizer.to_str(), **_version("tokenizers")}),
+    }  # fmt: skip
+    return cached("tokens", key, build, raw.say)
+
+
+def _encode(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int, part: str, say: Callable[[str], None]
+) -> list[list[int]]:
+    rows: list[list[int]] = []
+    for start in range(0, len(texts), _ROWS_AT_ONCE):
+        say(f"tokenizing for {part}: {start:,} of {len(texts):,} texts")
+        batch = texts[start : start + _ROWS_AT_ONCE]
+        rows += tokenizer(
+            batch, truncation=True, max_length=length, return_attention_mask=False, return_token_type_ids=False
+        )["input_ids"]
+    return rows
+
+
+def _collator(
+    spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, vocabulary: int, seed: tuple[int, int]
+) -> PadCollator:
+    length = spec.max_length if spec.padding == "max_length" else None
+    padding = {"pad_id": tokenizer.pad_token_id, "length": length, "multiple_of": spec.pad_to_multiple_of}
+    if spec.objective == "classification":
+        return PadCollator(**padding)
+    if tokenizer.mask_token_id is None:
+        raise TaskError(
+            "the model's tokenizer has no mask token: choose a masked language model, such as bert-base-uncased"
+        )
+    special = tuple(sorted(tokenizer.all_special_ids))
+    return MaskCollator(
+        **padding, mask_id=tokenizer.mask_token_id, special=special,
+        replacements=np.setdiff1d(np.arange(vocabulary), special),
+        probability=spec.mlm_probability, seed=seed[0] * 2 + seed[1],
+    )  # fmt: skip
+
+
+def _version(package: str) -> dict[str, str]:
+    import importlib.metadata
+
+    return {package: importlib.metadata.version(package)}

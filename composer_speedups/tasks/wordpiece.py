@@ -1,0 +1,78 @@
+"""Train a WordPiece tokenizer, as BERT uses, on a task's own texts: for models that bring none.
+
+`tokenizers` numbers the letters in the order of a randomly seeded hash map, and those numbers break ties between
+merges: two trainings on the same texts give two vocabularies. Here the letters are numbered beforehand, so the same
+texts give the same vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["SPECIAL_TOKENS", "load", "train"]
+
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
+}  # fmt: skip
+_LETTERS = 512  # rarer ones become [UNK]; box-drawing in sympy's docstrings alone is a hundred
+_PREFIX = "##"
+
+
+def train(texts: Sequence[str], vocabulary: int, folder: Path) -> None:
+    """Write `folder/tokenizer.json`, with at most `vocabulary` entries (fewer if the texts hold fewer)."""
+    from tokenizers import trainers
+
+    specials = list(SPECIAL_TOKENS.values())
+    letters = _letters(texts, min(_LETTERS, (vocabulary - len(specials)) // 2))
+    # Given as "special", letters get the numbers of their places in the list: see above.
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocabulary, special_tokens=[*specials, *letters, *(_PREFIX + c for c in letters)],
+        initial_alphabet=letters, limit_alphabet=len(letters), continuing_subword_prefix=_PREFIX, show_progress=False,
+    )  # fmt: skip
+    draft = _tokenizer({name: i for i, name in enumerate(specials)})
+    draft.train_from_iterator(texts, trainer)
+    _tokenizer(draft.get_vocab()).save(str(folder / "tokenizer.json"))
+
+
+def load(file: Path, max_length: int) -> PreTrainedTokenizerFast:
+    """The trained tokenizer as transformers' own class, which any Hugging Face tool can save and load."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(file), model_max_length=max_length,
+        model_input_names=["input_ids", "attention_mask"],  # one sentence: no token types
+        **SPECIAL_TOKENS,
+    )  # fmt: skip
+
+
+def _tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=_PREFIX))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix=_PREFIX)
+    cls, sep = vocabulary["[CLS]"], vocabulary["[SEP]"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", cls), ("[SEP]", sep)]
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS.values()))
+    return tokenizer
+
+
+def _letters(texts: Sequence[str], limit: int) -> list[str]:
+    from tokenizers import normalizers
+
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    count: Counter[str] = Counter()
+    for text in texts:
+        count.update(normalizer.normalize_str(text))
+    ordered = sorted((c for c in count if not c.isspace()), key=lambda c: (-count[c], c))
+    return sorted(ordered[:limit])

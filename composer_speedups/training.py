@@ -1,0 +1,351 @@
+"""From a recipe to a trained model and what was measured on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import composer.loggers
+import torch
+from composer import Trainer
+from composer.core import Callback, DataSpec
+from composer.metrics import CrossEntropy, LanguageCrossEntropy, MaskedAccuracy
+from composer.models import HuggingFaceModel
+from composer.optim import (
+    ComposerScheduler,
+    ConstantScheduler,
+    ConstantWithWarmupScheduler,
+    CosineAnnealingScheduler,
+    CosineAnnealingWithWarmupScheduler,
+    DecoupledAdamW,
+    LinearScheduler,
+    LinearWithWarmupScheduler,
+)
+from composer.utils import dist, reproducibility
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics.classification import MulticlassAccuracy
+
+from composer_speedups.algorithms.torch_compile import compile_statistics
+from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
+from composer_speedups.flops import model_flops
+from composer_speedups.measure import Measurement, peak_memory
+from composer_speedups.recipes import Recipe
+from composer_speedups.results import Progress, RunResult
+from composer_speedups.tasks import Task, build_task
+from composer_speedups.tasks.models import build_model
+
+__all__ = ["run"]
+
+# name -> with warm-up, without
+_SCHEDULERS = {
+    "cosine": (CosineAnnealingWithWarmupScheduler, CosineAnnealingScheduler),
+    "linear": (LinearWithWarmupScheduler, LinearScheduler),
+    "constant": (ConstantWithWarmupScheduler, ConstantScheduler),
+}
+_WARMUP_STEPS = 3  # caches, allocator and thread pools settle in the first steps
+
+
+def run(
+    recipe: Recipe,
+    *,
+    seed: int | None = None,
+    report: Callable[[Progress], None] | None = None,
+    save: str | Path | None = None,
+    resume: bool = False,
+    checkpoint_interval: str = "1ep",
+) -> RunResult:
+    """Train what `recipe` says, once, in this process.
+
+    Args:
+        recipe: a resolved recipe.
+        seed: of weights, order of samples and dropout; None takes the recipe's.
+        report: called with progress a few times a second, on rank 0.
+        save: a folder for the trained model (as Hugging Face's `from_pretrained` reads it) and, under
+            `checkpoints/`, for Composer's checkpoints.
+        resume: go on from the latest checkpoint under `save`; start anew if there is none.
+        checkpoint_interval: how often to write one, as `1ep` or `200ba`.
+
+    Returns:
+        What was measured. A run ended by Ctrl-C has the status `interrupted`; its checkpoint is written.
+
+    Raises:
+        UserError: the recipe asks for what this machine or its data cannot give; raised before training.
+        OutOfMemory: with the batch size that failed and the next one to try.
+    """
+    seed = recipe.seed if seed is None else seed
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    algorithms = recipe.algorithms()
+    torch_device = torch.device("cuda" if device == "gpu" else "cpu")
+    for algorithm in algorithms:
+        reason = algorithm.unavailable(torch_device)
+        if reason is not None:
+            raise SpeedUpUnavailable(f"{algorithm!r}: {reason}")
+    dist.initialize_dist(device)
+    report = report if dist.get_global_rank() == 0 else None
+    say = (lambda text: report(Progress("data", message=text))) if report else None
+
+    task = build_task(recipe.task, recipe.model, seed=seed, progress=say)
+    reproducibility.seed_all(seed)
+    model = build_model(recipe.model, task, seed=seed)
+    composer_model = HuggingFaceModel(
+        model, tokenizer=task.tokenizer, use_logits=True, metrics=[], eval_metrics=_metrics(task, model.config)
+    )
+    with _stop_on_interrupt() as interrupted, _collect_warnings() as caught:
+        measurement = Measurement(report, lambda: compile_statistics()["compile_seconds"], interrupted.is_set)
+        trainer = _trainer(
+            recipe, seed, device, composer_model, task, algorithms, measurement, save, resume, checkpoint_interval
+        )
+        try:
+            with _explained_out_of_memory(recipe):
+                trainer.fit()
+            result = _result(recipe, seed, trainer, measurement, task)
+            result.pretrained = task.pretrained
+            result.warnings = list(dict.fromkeys(caught))
+            if save is not None and not measurement.interrupted and dist.get_global_rank() == 0:
+                _save_model(model, task, Path(save))
+        finally:
+            trainer.close()
+    return result
+
+
+def _trainer(
+    recipe: Recipe,
+    seed: int,
+    device: str,
+    model: HuggingFaceModel,
+    task: Task,
+    algorithms: list[Any],
+    measurement: Measurement,
+    save: str | Path | None,
+    resume: bool,
+    checkpoint_interval: str,
+) -> Trainer:
+    checkpoints: dict[str, Any] = {}
+    if save is not None:
+        checkpoints = {
+            "run_name": recipe.name.replace("/", "-"),
+            "save_folder": str(Path(save) / "checkpoints"),
+            "save_interval": checkpoint_interval,
+            "save_num_checkpoints_to_keep": 2,
+            "autoresume": resume,
+            "save_overwrite": not resume,
+        }
+    evaluation: dict[str, Any] = {}
+    if recipe.evaluate:
+        evaluation = {
+            "eval_dataloader": _loader(recipe, task, seed, train=False),
+            "eval_interval": recipe.duration if recipe.evaluate is True else recipe.evaluate,
+        }
+    return Trainer(
+        model=model,
+        train_dataloader=_loader(recipe, task, seed, train=True),
+        optimizers=_optimizer(recipe, model),
+        schedulers=_scheduler(recipe),
+        step_schedulers_every_batch=True,
+        max_duration=recipe.duration,
+        device_train_microbatch_size=recipe.microbatch_size,
+        algorithms=algorithms,
+        callbacks=[measurement, _Epoch(task)],
+        loggers=[getattr(composer.loggers, name)(**kwargs) for name, kwargs in recipe.loggers.items()],
+        precision="fp32",  # on a GPU the Trainer's own default is fp16; MixedPrecision says what the recipe wants
+        device=device,
+        seed=seed,
+        progress_bar=False,
+        log_to_console=False,
+        auto_log_hparams=False,
+        **evaluation,
+        **checkpoints,
+    )
+
+
+def _scheduler(recipe: Recipe) -> ComposerScheduler:
+    with_warmup, without = _SCHEDULERS[recipe.schedule.name]
+    if float(recipe.schedule.warmup.rstrip("abdeprsu")) == 0:
+        return without()
+    return with_warmup(t_warmup=recipe.schedule.warmup)
+
+
+class _Epoch(Callback):
+    """Tells the task which epoch it is, so that MLM masks anew, and the same on every machine."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def epoch_start(self, state: Any, logger: Any) -> None:
+        self._task.set_epoch(int(state.timestamp.epoch))
+
+    def after_load(self, state: Any, logger: Any) -> None:
+        self._task.set_epoch(int(state.timestamp.epoch))
+
+
+def _loader(recipe: Recipe, task: Task, seed: int, *, train: bool) -> DataLoader | DataSpec:
+    world = dist.get_world_size()
+    size = recipe.batch_size if train else (recipe.eval_batch_size or recipe.batch_size)
+    dataset = task.train if train else task.evaluation
+    if size % world:
+        raise TaskError(f"batch size {size} cannot be shared by {world} ranks: choose a multiple of {world}")
+    if train and len(dataset) < size:
+        raise TaskError(f"batch_size {size} exceeds the {len(dataset)} training samples: lower it")
+    sampler = DistributedSampler(
+        dataset,
+        num_replicas=world,
+        rank=dist.get_global_rank(),
+        shuffle=train,
+        seed=seed,
+        drop_last=train,
+    )
+    return DataLoader(
+        dataset,
+        batch_size=size // world,
+        sampler=sampler,
+        collate_fn=task.collate_train if train else task.collate_eval,
+        drop_last=train,
+        num_workers=recipe.workers,
+        persistent_workers=False,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+    spec, rate = recipe.optimizer, recipe.learning_rate
+    shared = {"lr": rate, "betas": spec.betas, "eps": spec.eps}
+    if spec.name == "decoupled_adamw":
+        return DecoupledAdamW(model.parameters(), weight_decay=spec.weight_decay * rate, **shared)
+    # The plain for-loop, as the tables' baseline has it. On CUDA torch would choose foreach by itself.
+    return torch.optim.AdamW(model.parameters(), weight_decay=spec.weight_decay, foreach=False, fused=False, **shared)
+
+
+def _metrics(task: Task, config: Any) -> list[Any]:
+    if task.objective == "mlm":
+        return [LanguageCrossEntropy(), MaskedAccuracy(ignore_index=-100)]
+    return [CrossEntropy(), MulticlassAccuracy(num_classes=config.num_labels, average="micro")]
+
+
+def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measurement, task: Task) -> RunResult:
+    state = trainer.state
+    seconds, tokens = measurement.step_seconds(), measurement.tokens()
+    losses = measurement.losses
+    result = RunResult(
+        recipe=recipe.name,
+        seed=seed,
+        batch_size=recipe.batch_size,
+        learning_rate=recipe.learning_rate,
+        status="interrupted" if measurement.interrupted else "ok",
+        reason="stopped by Ctrl-C" if measurement.interrupted else "",
+        wallclock_seconds=measurement.fit_seconds,
+        train_seconds=measurement.fit_seconds - measurement.eval_seconds,
+        compile_seconds=compile_statistics()["compile_seconds"],
+        peak_memory_bytes=peak_memory(state.device._device),
+        finite=all(map(math.isfinite, losses)),
+        steps=len(losses),
+        padding_share=measurement.padding_share(),
+        losses=losses,
+        step_seconds=seconds,
+        evidence={a.key(): dict(a.evidence) for a in state.algorithms if hasattr(a, "evidence")},
+    )
+    if measurement.gave_up:
+        result.reason = f"unstable: ended after step {len(losses)}, the loss stayed without a finite value"
+    if losses:
+        result.final_loss = sum(losses[-(tail := max(1, len(losses) // 10)) :]) / tail
+    result.kernels = sorted({str(e["kernel"]) for e in result.evidence.values() if e.get("kernel")})
+    # Composer counts one rank's samples; a step has those of all.
+    world = dist.get_world_size()
+    counted = [
+        i for i in range(len(seconds)) if i >= min(_WARMUP_STEPS, len(seconds) // 2) and not measurement.compiling[i]
+    ]
+    result.warmup_steps = len(seconds) - len(counted)
+    spent = sum(seconds[i] for i in counted)
+    if spent > 0:
+        result.samples_per_second = world * sum(measurement.samples[i] for i in counted) / spent
+    if spent > 0 and tokens:
+        real = sum(tokens[i][0] for i in counted)
+        squares = sum(tokens[i][1] for i in counted)
+        predicted = real * recipe.task.mlm_probability if task.objective == "mlm" else 0.0
+        result.real_tokens_per_second = world * real / spent
+        flops = model_flops(trainer._original_model.model, real, squares, predicted)
+        result.model_flops_per_second = world * flops / spent
+    for name, metric in (state.eval_metrics.get("eval") or {}).items():
+        value = float(metric.compute()) if metric.update_called else math.nan
+        if "Accuracy" in name:
+            result.eval_accuracy = value
+        elif "CrossEntropy" in name:
+            result.eval_loss = value
+    return result
+
+
+def _save_model(model: Any, task: Task, folder: Path) -> None:
+    """Write the folder so that a reader never sees half of it: beside its place first, then file by file into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".saving-{os.getpid()}"
+    try:
+        model.save_pretrained(beside)
+        if task.tokenizer is not None:
+            task.tokenizer.save_pretrained(beside)
+        for file in beside.iterdir():
+            os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _explained_out_of_memory(recipe: Recipe) -> Iterator[None]:
+    size = recipe.microbatch_size or recipe.batch_size
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        text = str(error).lower()
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not (
+            "out of memory" in text or "can't allocate memory" in text
+        ):
+            raise
+        smaller = max(1, size // 2 // 8 * 8 or size // 2)
+        advice = f"try microbatch_size={smaller}, which keeps the batch at {recipe.batch_size}"
+        if size == 1:
+            advice = "one sample does not fit: try a shorter task.max_length or a smaller model"
+        raise OutOfMemory(f"{recipe.name} ran out of memory with {size} samples a forward pass: {advice}") from error
+
+
+@contextlib.contextmanager
+def _stop_on_interrupt() -> Iterator[threading.Event]:
+    """The first Ctrl-C ends the training after its batch, so that what is done is kept; the second ends it now."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _collect_warnings() -> Iterator[list[str]]:
+    """Keep the texts of this package's and Composer's warnings, and show them as always."""
+    texts: list[str] = []
+    show = warnings.showwarning
+
+    def showwarning(message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+        texts.append(f"{category.__name__}: {message}")
+        show(message, category, *args, **kwargs)
+
+    warnings.showwarning = showwarning
+    try:
+        yield texts
+    finally:
+        warnings.showwarning = show

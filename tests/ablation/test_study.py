@@ -1,0 +1,316 @@
+"""Studies of fake runs in real processes: what they survive, and what is left when they do not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fakes
+import pytest
+from rich.console import Console
+
+from composer_speedups.ablation.store import Store, StoreError
+from composer_speedups.ablation.study import run_study
+from composer_speedups.errors import UserError
+
+SCRIPT = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[3])
+import fakes
+from pathlib import Path
+from composer_speedups.ablation.study import run_study
+recipes = [fakes.Recipe(**r) for r in json.loads(sys.argv[2])]
+result = run_study(recipes, seeds=json.loads(sys.argv[4]), out=Path(sys.argv[1]), entries=fakes.ENTRIES)
+sys.exit(130 if result.interrupted else 0)
+"""
+
+
+def study(out: Path, recipes: list[fakes.Recipe], seeds: range | list[int] = (17,), **options):
+    console = Console(file=io.StringIO(), width=100)
+    options = {"timeout": 60.0, "entries": fakes.ENTRIES, "console": console} | options
+    result = run_study(recipes, seeds=list(seeds), out=out, **options)
+    return result, console.file.getvalue()
+
+
+def start(out: Path, recipes: list[fakes.Recipe], seeds: list[int]) -> subprocess.Popen[str]:
+    """The same in a process of its own."""
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    arguments = [str(out), json.dumps([vars(r) for r in recipes]), json.dumps(paths), json.dumps(seeds)]
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def diary(folder: Path) -> list[str]:
+    """`recipe-seed` of every run that ended well, in order of their names."""
+    return sorted("-".join(path.name.split("-")[:2]) for path in folder.iterdir())
+
+
+def rows(out: Path) -> dict[str, dict]:
+    return {row["recipe"]: row for row in json.loads((out / "results.json").read_text())["rows"]}
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def processes(marker: str) -> list[int]:
+    """Processes whose command line contains `marker`."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and marker in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory):
+    """One study in which every kind of run happens."""
+    out = tmp_path_factory.mktemp("everything")
+    kinds = [
+        "raise",
+        "segfault",
+        "killed",
+        "memory",
+        "exit",
+        "vanish",
+        "hang",
+        "unavailable",
+        "unavailable_late",
+        "diverge",
+        "forget",
+    ]
+    recipes = [fakes.Recipe("set/base"), fakes.Recipe("set/fast", published={"speedup": 1.4}), fakes.Recipe("set/slow")]
+    recipes += [fakes.Recipe(f"set/{kind}", kind) for kind in kinds]
+    result, text = study(out, recipes, [17, 18, 19], timeout=1.0)
+    return out, result, text
+
+
+def test_bad_runs_are_rows_with_reasons_and_the_others_go_on(everything):
+    out, result, _ = everything
+    found = {name.removeprefix("set/"): (row["status"], row["reason"]) for name, row in rows(out).items()}
+    assert found.pop("killed")[0] == "failed"
+    assert found == {
+        "base": ("ok", ""),
+        "fast": ("ok", ""),
+        "slow": ("ok", ""),
+        "raise": ("failed", "RuntimeError: the loss function is missing"),
+        "segfault": ("failed", "crashed with SIGSEGV"),
+        "memory": ("failed", "out of memory: MemoryError: 3 GiB more"),
+        "exit": ("failed", "SystemExit: 3"),
+        "vanish": ("failed", "ended without a result (exit code 5)"),
+        "hang": ("failed", "over the time limit of 1 s"),
+        "unavailable": ("skipped", "needs a thing: install it"),
+        "unavailable_late": ("skipped", "needs CUDA: there is none"),
+        "diverge": ("ok", ""),
+        "forget": ("ok", ""),
+    }
+    assert not result.interrupted
+
+
+def test_verdicts(everything):
+    found = rows(everything[0])
+    assert found["set/fast"]["speedup"] == pytest.approx(1.5)
+    verdicts = {name: (row["speed_verdict"], row["stable"]) for name, row in found.items() if row["seeds"]}
+    assert verdicts == {
+        "set/base": ("baseline", True),
+        "set/fast": ("faster", True),
+        "set/slow": ("slower", True),
+        "set/diverge": ("no difference shown", False),
+        "set/forget": ("no difference shown", False),
+    }
+    assert found["set/fast"]["seeds"] == [17, 18, 19]
+    assert found["set/fast"]["mfu"] == pytest.approx(151.5e6 / 1e9)
+    assert found["set/fast"]["samples_per_second_spread"] == pytest.approx([150.0, 153.0])
+
+
+def test_every_output_is_there_and_strict(everything):
+    out, _, text = everything
+    names = {"runs.sqlite", "results.json", "table.md", "table.csv", "report.html"}
+    assert {path.name for path in out.iterdir()} == names, "one file each, no journal or temporary file left"
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    json.loads((out / "results.json").read_text(), parse_constant=refuse)
+    page = (out / "report.html").read_text()
+    assert "http" not in page.replace("http-equiv", ""), "the page must not reach for the network"
+    for name in rows(out):
+        assert name in page and name in (out / "table.md").read_text() and name in (out / "table.csv").read_text()
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_log_of_a_run_is_kept(everything):
+    with Store(everything[0] / "runs.sqlite", create=False) as store:
+        logs = {run.recipe: store.log(run.id) for run in store.runs() if run.seed == 17}
+    assert "set/base begins" in logs["set/base"]
+    assert "RuntimeError: the loss function is missing" in logs["set/raise"]
+    assert "Segmentation fault" in logs["set/segfault"]
+    assert "time.sleep" in logs["set/hang"] or "in act" in logs["set/hang"], "a stopped run says where it was"
+
+
+def test_no_process_is_left(everything):
+    assert not set(processes("composer_speedups.ablation.worker")) & set(_children(os.getpid()))
+
+
+def test_the_same_command_repeats_nothing(tmp_path: Path):
+    (tmp_path / "diary").mkdir()
+    recipes = [fakes.Recipe(n, diary=str(tmp_path / "diary")) for n in ("base", "fast")]
+    study(tmp_path / "out", recipes, [1, 2])
+    before = (tmp_path / "out" / "table.md").read_text()
+    _, text = study(tmp_path / "out", recipes, [1, 2])
+    assert diary(tmp_path / "diary") == ["base-1", "base-2", "fast-1", "fast-2"]
+    assert (tmp_path / "out" / "table.md").read_text() == before
+    assert "Nothing left to run" in text
+    study(tmp_path / "out", recipes, [1, 2, 3])  # more seeds go on top
+    assert diary(tmp_path / "diary") == ["base-1", "base-2", "base-3", "fast-1", "fast-2", "fast-3"]
+
+
+def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path: Path):
+    (tmp_path / "diary").mkdir()
+    recipes = [fakes.Recipe(n, seconds=0.2, diary=str(tmp_path / "diary")) for n in ("base", "fast", "slow")]
+    seeds = [1, 2]
+    rng = random.Random(5)
+    kept: set[tuple[str, int]] = set()
+    for _ in range(8):
+        process = start(tmp_path / "out", recipes, seeds)
+        time.sleep(rng.uniform(0.3, 2.5))
+        process.kill()
+        process.communicate()
+        if not (tmp_path / "out" / "runs.sqlite").exists():
+            continue
+        with Store(tmp_path / "out" / "runs.sqlite") as store:
+            now = {(run.recipe, run.seed) for run in store.runs() if run.status == "ok"}
+        assert kept <= now, "a finished run was lost"
+        kept = now
+    wait_for(lambda: not processes(str(tmp_path)), 10)
+    result, _ = study(tmp_path / "out", recipes, seeds)
+    assert {(r.recipe, r.seed) for r in result.findings.runs if r.status == "ok"} == {
+        (recipe.name, seed) for recipe in recipes for seed in seeds
+    }
+    assert len(result.findings.runs) == 6
+    whole, _ = study(tmp_path / "whole", recipes, seeds)
+    drop = {"warmup_steps"}
+    for one, other in zip(result.findings.rows, whole.findings.rows, strict=True):
+        assert {k: v for k, v in one.items() if k not in drop} == {k: v for k, v in other.items() if k not in drop}
+
+
+def test_a_killed_study_takes_its_run_with_it(tmp_path: Path):
+    process = start(tmp_path / "out", [fakes.Recipe("base", "hang")], [1])
+    wait_for(lambda: (tmp_path / "out" / "runs.sqlite").exists() and _running(tmp_path / "out"))
+    group = _children(process.pid)
+    assert len(group) >= 2, "a server and a run"
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(_alive(pid) for pid in group), 10)
+
+
+def test_two_at_once_share_the_work(tmp_path: Path):
+    (tmp_path / "diary").mkdir()
+    recipes = [fakes.Recipe(n, seconds=0.3, diary=str(tmp_path / "diary")) for n in ("base", "fast", "slow")]
+    both = [start(tmp_path / "out", recipes, [1, 2, 3]) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert diary(tmp_path / "diary") == sorted(f"{r.name}-{s}" for r in recipes for s in (1, 2, 3)), "once each"
+    assert all(" ok " in output for output in outputs), "both have worked"
+    assert all(len(row["seeds"]) == 3 for row in rows(tmp_path / "out").values())
+
+
+def test_ctrl_c_writes_what_is_done(tmp_path: Path):
+    recipes = [fakes.Recipe("base"), fakes.Recipe("hang", "hang")]
+    process = start(tmp_path / "out", recipes, [1])
+    wait_for(lambda: (tmp_path / "out" / "results.json").exists() and _running(tmp_path / "out", "hang"))
+    group = _children(process.pid)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    found = rows(tmp_path / "out")
+    assert found["base"]["status"] == "ok" and found["hang"]["status"] == "skipped"
+    assert not any(_alive(pid) for pid in group)
+
+
+def test_another_study_is_refused(tmp_path: Path):
+    study(tmp_path, [fakes.Recipe("base")])
+    content = (tmp_path / "runs.sqlite").read_bytes()
+    with pytest.raises(StoreError, match=r"base has batch_size 8, not 16\. Choose another --out"):
+        study(tmp_path, [fakes.Recipe("base", batch_size=16)])
+    with pytest.raises(StoreError, match="another study: it lacks fast"):
+        study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")])
+    assert (tmp_path / "runs.sqlite").read_bytes() == content
+
+
+@pytest.mark.parametrize("damage", ["text", "truncated", "overwritten", "edited", "foreign", "directory"])
+def test_a_damaged_store_is_refused_and_left_alone(tmp_path: Path, damage: str):
+    path = tmp_path / "runs.sqlite"
+    if damage == "foreign":
+        with sqlite3.connect(path) as db:
+            db.execute("CREATE TABLE mine (x)")
+    elif damage == "directory":
+        path.mkdir()
+    else:
+        study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")])
+        data = bytearray(path.read_bytes())
+        if damage == "text":
+            data = bytearray(b"not a database" * 100)
+        elif damage == "truncated":
+            data = data[: len(data) // 2]
+        elif damage == "overwritten":
+            data[8192:20480] = os.urandom(12288)
+        elif damage == "edited":
+            at = data.index(b'"samples_per_second": 102')
+            data[at + 22] = ord("9")
+        path.write_bytes(data)
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(StoreError, match="--out"):
+        study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")])
+    assert before is None or path.read_bytes() == before
+
+
+def test_a_wrong_recipe_is_told_before_anything_runs(tmp_path: Path):
+    with pytest.raises(UserError, match=r"fast\.yaml:3: unknown speed-up"):
+        study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast", "wrong")])
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_it_says_what_it_will_do(tmp_path: Path):
+    _, text = study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("none", "unavailable")], [1, 2], name="mine")
+    head = text[: text.index("started")]
+    assert "mine: 2 recipes, 2 seeds" in head
+    assert "skipped none: needs a thing: install it" in head
+    assert "To run: 2 runs, about" in head
+
+
+def _running(out: Path, recipe: str = "") -> bool:
+    try:
+        with sqlite3.connect(f"file:{out / 'runs.sqlite'}?mode=ro", uri=True) as db:
+            query = "SELECT count(*) FROM runs WHERE status = 'running' AND recipe LIKE ?"
+            return bool(db.execute(query, (f"%{recipe}",)).fetchone()[0]) and time.sleep(0.5) is None
+    except sqlite3.Error:
+        return False
+
+
+def _children(pid: int) -> list[int]:
+    direct = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return direct + [grandchild for child in direct for grandchild in _children(child)]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from composer.models import ComposerClassifier, HuggingFaceModel
+from conftest import bert_config, padded_batch
+
+from composer_speedups import FastDropout, apply_fast_dropout
+from composer_speedups.algorithms.fast_dropout import _FastDropout
+
+
+def bert(p: float = 0.1, attention: str = "eager") -> torch.nn.Module:
+    from transformers import BertForSequenceClassification
+
+    config = bert_config(hidden_dropout_prob=p, attention_probs_dropout_prob=p)
+    return BertForSequenceClassification._from_config(config, attn_implementation=attention)
+
+
+def test_replaces_every_dropout_once() -> None:
+    model = bert()
+    keys, parameters = list(model.state_dict()), list(map(id, model.parameters()))
+    plain = [m for m in model.modules() if type(m) is torch.nn.Dropout]
+    assert apply_fast_dropout(model) == len(plain) > 0
+    assert all(type(m) is _FastDropout and m.p == 0.1 for m in plain)  # the same module objects
+    assert apply_fast_dropout(model) == 0
+    assert list(model.state_dict()) == keys and list(map(id, model.parameters())) == parameters
+
+
+def test_draws_nothing_from_bernoulli_and_saves_no_mask() -> None:
+    layer = torch.nn.Sequential(torch.nn.Dropout(0.1))
+    apply_fast_dropout(layer)
+    x = torch.randn(64, 64, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            layer(x).sum().backward()
+    assert saved == []
+    assert not any("bernoulli" in event.key for event in profile.key_averages())
+
+
+def test_is_the_identity_in_evaluation() -> None:
+    model, batch = bert(0.5).eval(), padded_batch()
+    expected = model(**batch).logits
+    apply_fast_dropout(model)
+    assert torch.equal(model(**batch).logits, expected)
+
+
+def test_stays_in_the_autocast_dtype() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))
+    apply_fast_dropout(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.ones(4, 8)).dtype == torch.bfloat16
+
+
+def test_copies_and_pickles() -> None:
+    model = torch.nn.Sequential(torch.nn.Dropout(0.25, inplace=True))
+    apply_fast_dropout(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other[0]) is _FastDropout and (other[0].p, other[0].inplace) == (0.25, True)
+
+
+def test_regularises_as_torchs_dropout_does() -> None:
+    """Mean and spread of the loss over many masks are the same for both kinds of mask."""
+    batch = padded_batch()
+    losses = {}
+    for fast in (False, True):
+        torch.manual_seed(0)
+        model = bert(0.3)
+        if fast:
+            apply_fast_dropout(model)
+        with torch.no_grad():
+            losses[fast] = torch.stack([model(**batch).loss for _ in range(200)])
+    mean, spread = (torch.stack([f(losses[False]), f(losses[True])]) for f in (torch.mean, torch.std))
+    # The mean of 200 draws has a standard error of spread / sqrt(200), the spread itself of spread / sqrt(400).
+    assert float((mean[0] - mean[1]).abs()) < 5 * float(spread.max()) * (2 / 200) ** 0.5
+    assert float((spread[0] - spread[1]).abs()) < 5 * float(spread.max()) * (2 / 400) ** 0.5
+
+
+def test_works_inside_a_trainer_and_repeats(make_trainer) -> None:
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        algorithm = FastDropout()
+        trainer = make_trainer([algorithm], model=HuggingFaceModel(bert()))
+        trainer.fit()
+        weights.append(trainer.state.model.model.classifier.weight.detach().clone())
+    assert algorithm.evidence["changed"] == algorithm.evidence["active"] > 0
+    assert torch.equal(*weights)
+
+
+def test_refused_beside_a_gpu() -> None:
+    assert FastDropout().unavailable(torch.device("cpu")) is None
+    assert "remove it" in FastDropout().unavailable(torch.device("cuda"))
+
+
+def test_warns_when_nothing_to_replace(make_trainer) -> None:
+    model = ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
+    with pytest.warns(NoEffectWarning, match=r"no torch\.nn\.Dropout"):
+        make_trainer([FastDropout()], model=model)

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from composer.models import ComposerClassifier, HuggingFaceModel
+from conftest import BatchDataset, bert_config, padded_batch
+
+from composer_speedups import LowPrecisionNorm, TorchCompile, apply_torch_compile, registry
+from composer_speedups.compat import compile_counters
+from composer_speedups.compilation import compile_statistics
+from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+
+LOADER = torch.utils.data.DataLoader(BatchDataset(16), batch_size=8)
+SCOPES = ["model", "block"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    """Compiled code outlives the model: without this, one test would run the code of another."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def bert(**changes: object) -> torch.nn.Module:
+    from transformers import BertForSequenceClassification
+
+    torch.manual_seed(3)
+    return BertForSequenceClassification(bert_config(**changes))
+
+
+def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    outputs = model(**batch)
+    outputs.loss.backward()
+    return outputs.logits.detach(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("scope", "modules"), [("model", 1), ("block", 2)])
+def test_matches_float64(scope: str, modules: int) -> None:
+    model, exact, batch = bert(), bert().double(), padded_batch()
+    assert apply_torch_compile(model, scope=scope, backend="aot_eager") == modules
+    before = compile_counters()
+    logits, grads = gradients(model, batch)
+    reference, references = gradients(exact, batch)
+    assert compile_statistics(before)["graphs"] >= 1
+    # Float32 throughout: what a few hundred roundings of order-one values leave.
+    torch.testing.assert_close(logits.double(), reference, rtol=1e-5, atol=1e-5)
+    for grad, wanted in zip(grads, references, strict=True):
+        torch.testing.assert_close(grad.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_training_and_evaluation_run_compiled_code(make_trainer, scope: str) -> None:
+    algorithm = TorchCompile(scope=scope, backend="aot_eager")
+    trainer = make_trainer([algorithm], model=HuggingFaceModel(bert()), eval_dataloader=LOADER)
+    keys = list(HuggingFaceModel(bert()).state_dict())
+    assert list(trainer.state.model.state_dict()) == keys
+    trainer.fit(duration="1ba")
+    trained = algorithm.evidence["graphs"]
+    assert trained >= 1
+    trainer.eval()
+    # Evaluation has graphs of its own: no dropout, no gradients.
+    assert algorithm.evidence["graphs"] > trained
+    assert algorithm.evidence["compile_seconds"] > 0
+    assert algorithm.evidence["graph_breaks"] == 0
+    assert algorithm.evidence["changed"] == (1 if scope == "model" else 2)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_trains_as_without(make_trainer, scope: str) -> None:
+    weights = []
+    for algorithms in ([], [TorchCompile(scope=scope, backend="aot_eager")]):
+        trainer = make_trainer(algorithms, model=HuggingFaceModel(bert()))
+        trainer.fit()
+        weights.append([p.detach().clone() for p in trainer.state.model.parameters()])
+    start = list(bert().parameters())
+    # AdamW moves a weight by up to lr=1e-3 a step, whatever the gradient's size: where a gradient is nothing
+    # but rounding (keys' bias in attention), the two runs differ by that much. Hence the mean, not the most.
+    differ = sum((a - b).abs().sum() for a, b in zip(*weights, strict=True))
+    moved = sum((a - b).abs().sum() for a, b in zip(weights[0], start, strict=True))
+    assert differ < 0.02 * moved
+
+
+def test_layers_share_one_graph() -> None:
+    # More layers than dynamo's limit of recompiles (8): if each one compiled anew, the last would run eagerly.
+    model = bert(num_hidden_layers=10)
+    before = compile_counters()
+    assert apply_torch_compile(model, scope="block", backend="eager", fullgraph=True) == 10
+    model(**padded_batch())["loss"].backward()
+    statistics = compile_statistics(before)
+    assert (statistics["graphs"], statistics["recompiles"], statistics["frames_over_limit"]) == (1, 0, 0)
+
+
+def test_pytorchs_own_modules_are_compiled_too() -> None:
+    # `Sequential.compile()` and `Linear.compile()` silently do nothing (torch 2.7 to 2.11).
+    for scope in SCOPES:
+        torch._dynamo.reset()
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        x = torch.randn(3, 4, requires_grad=True)
+        eager, before = model(x), compile_counters()
+        apply_torch_compile(model, scope=scope, backend="eager")
+        torch.testing.assert_close(model(x), eager, rtol=0, atol=0)
+        assert compile_statistics(before)["graphs"] == 1
+
+
+def test_a_composer_models_parts_are_compiled() -> None:
+    model = ComposerClassifier(torch.nn.Sequential(torch.nn.Linear(4, 3)), num_classes=3)
+    assert apply_torch_compile(model, backend="eager") == 1
+    batch = (torch.randn(5, 4), torch.zeros(5, dtype=torch.long))
+    before = compile_counters()
+    with torch.no_grad():
+        model.eval().eval_forward(batch)
+    assert compile_statistics(before)["graphs"] == 1, "evaluation goes round the ComposerModel's __call__"
+
+
+def test_counts_recompiles_and_warns_at_the_limit(make_trainer) -> None:
+    algorithm = TorchCompile(scope="block", backend="eager", dynamic=False)
+    trainer = make_trainer([algorithm], model=HuggingFaceModel(bert()))
+    trainer.fit(duration="1ba")
+    assert algorithm.evidence["recompiles"] == 0
+    for length in range(3, 13):
+        trainer.state.model(padded_batch(length=length))
+    with pytest.warns(UserWarning, match=r"recompile_limit.*Pad batches to few lengths"):
+        trainer.fit(duration="1ba")
+    assert algorithm.evidence["recompiles"] >= torch._dynamo.config.recompile_limit - 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit(duration="1ba")  # said once
+
+
+def test_counts_graph_breaks() -> None:
+    class Breaks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + 1
+            torch._dynamo.graph_break()
+            return x * 2
+
+    model, before = Breaks(), compile_counters()
+    apply_torch_compile(model, backend="eager")
+    assert torch.equal(model(torch.ones(2)), torch.full((2,), 4.0))
+    statistics = compile_statistics(before)
+    assert (statistics["graphs"], statistics["graph_breaks"]) == (2, 1)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_checkpoints_travel_both_ways(make_trainer, tmp_path, scope: str) -> None:
+    compiled = [TorchCompile(scope=scope, backend="eager")]
+    first = make_trainer(compiled, model=HuggingFaceModel(bert()), run_name="a")
+    first.fit(duration="1ba")
+    first.save_checkpoint(str(tmp_path / "a.pt"))
+    second = make_trainer([], model=HuggingFaceModel(bert()), load_path=str(tmp_path / "a.pt"), run_name="b")
+    for mine, theirs in zip(first.state.model.parameters(), second.state.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    second.fit(duration="1ba")
+    second.save_checkpoint(str(tmp_path / "b.pt"))
+    again = [TorchCompile(scope=scope, backend="eager")]
+    third = make_trainer(again, model=HuggingFaceModel(bert()), load_path=str(tmp_path / "b.pt"), run_name="c")
+    third.fit(duration="1ba")
+    assert third.state.timestamp.batch == 3
+
+
+def test_plain_model_saves_as_ever(tmp_path) -> None:
+    model = bert()
+    apply_torch_compile(model, backend="eager")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_twice_is_once() -> None:
+    model = bert()
+    assert apply_torch_compile(model, scope="block", backend="eager") == 2
+    assert apply_torch_compile(model, scope="block", backend="eager") == 0
+    assert apply_torch_compile(model, scope="model", backend="eager") == 0
+    assert apply_torch_compile(torch.compile(bert(), backend="eager"), backend="eager") == 0
+
+
+def test_acts_after_surgery_whatever_the_order(make_trainer) -> None:
+    make_trainer([TorchCompile(backend="eager"), LowPrecisionNorm()], model=HuggingFaceModel(bert())).fit(
+        duration="1ba"
+    )
+
+
+def test_composers_own_compile_as_well_is_refused(make_trainer) -> None:
+    trainer = make_trainer([TorchCompile(backend="eager")], compile_config={"backend": "eager"})
+    for work in (trainer.fit, lambda: trainer.eval(LOADER)):
+        with pytest.raises(ConflictError, match="torch_compile and the Trainer's compile_config"):
+            work()
+
+
+def test_model_given_compiled_is_refused(make_trainer) -> None:
+    model = torch.compile(HuggingFaceModel(bert()), backend="eager")
+    with pytest.raises(ConflictError, match="contradict"):
+        make_trainer([TorchCompile(backend="eager")], model=model)
+
+
+def test_warns_where_it_has_no_effect(make_trainer) -> None:
+    model = ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
+    with pytest.warns(NoEffectWarning, match="no ModuleList or Sequential of equal blocks"):
+        make_trainer([TorchCompile(scope="block", backend="eager")], model=model)
+    model = HuggingFaceModel(bert())
+    apply_torch_compile(model.model, backend="eager")
+    with pytest.warns(NoEffectWarning, match="compiled already"):
+        make_trainer([TorchCompile(scope="block", backend="eager")], model=model)
+
+
+def test_warns_when_nothing_was_compiled(make_trainer, monkeypatch) -> None:
+    from composer_speedups.algorithms import torch_compile
+    from composer_speedups.compat import CompileCounters
+
+    trainer = make_trainer([TorchCompile(backend="eager")], model=HuggingFaceModel(bert()))
+    monkeypatch.setattr(torch_compile, "compile_counters", CompileCounters)
+    with pytest.warns(NoEffectWarning, match="compiled nothing by batch_end"):
+        trainer.fit(duration="1ba")
+
+
+def test_names_what_the_machine_lacks(make_trainer, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SpeedUpUnavailable, match=r"g\+\+ is not on the PATH. Run `apt-get install g\+\+`"):
+        make_trainer([TorchCompile()])
+    assert TorchCompile(backend="aot_eager").unavailable(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install triton" in TorchCompile().unavailable(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scope": "layer"}, "scope='layer' is unknown. Use one of: model, block"),
+        ({"backend": "indcutor"}, r"backend='indcutor' is unknown. There are: .*aot_eager.*eager_debug.*inductor"),
+        ({"mode": "fast"}, "mode='fast' is unknown. Use one of: default, .*reduce-overhead"),
+        ({"mode": "max-autotune", "backend": "eager"}, "mode='max-autotune' is for backend='inductor' only"),
+        ({"cache_dir": " "}, "names no folder"),
+    ],
+    ids=str,
+)
+def test_unknown_values(arguments: dict[str, str], message: str) -> None:
+    for make in (TorchCompile, lambda **kwargs: apply_torch_compile(torch.nn.Linear(2, 2), **kwargs)):
+        with pytest.raises(ValueError, match=message):
+            make(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"backend": print}, {"mode": 1}, {"dynamic": "yes"}, {"fullgraph": None}, {"cache_dir": 3}], ids=str
+)
+def test_wrong_types(arguments: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=r"has the wrong type\. Give "):
+        TorchCompile(**arguments)
+
+
+def test_a_cache_folder_that_cannot_be(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(SpeedUpUnavailable, match=r"cannot be made: .*Name another"):
+        apply_torch_compile(model, cache_dir=str(tmp_path / "file" / "cache"))
+    assert model._compiled_call_impl is None
+
+
+def test_repr_and_registry() -> None:
+    algorithm = registry.build("torch_compile", scope="block", dynamic=True, cache_dir="/tmp/x")
+    assert repr(eval(repr(algorithm))) == repr(algorithm)
+    assert "scope='block'" in repr(algorithm) and "dynamic=True" in repr(algorithm)
+
+
+CACHED = """
+import json, sys, torch
+from composer_speedups.algorithms.torch_compile import apply_torch_compile
+from composer_speedups.compilation import compile_statistics
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+x = torch.randn(4, 8)
+eager = model(x)
+apply_torch_compile(model, cache_dir=sys.argv[1])
+compiled = model(x)
+compiled.sum().backward()
+error = (compiled - eager).abs().max().item()
+print(json.dumps(compile_statistics() | {"error": error}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_inductor_agrees_and_a_second_process_finds_its_code(tmp_path) -> None:
+    results = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", CACHED, str(tmp_path / "cache")], capture_output=True, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    cold, warm = results
+    assert (cold["graphs"], cold["cache_hits"]) == (warm["graphs"], 0) and cold["cache_misses"] == 2
+    assert (warm["cache_hits"], warm["cache_misses"]) == (2, 0), "forward and backward"
+    for result in results:  # order-one values, eight products each
+        assert result["error"] < 8 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_inductor_on_a_gpu(make_trainer, scope: str, mode: str | None) -> None:
+    algorithm = TorchCompile(scope=scope, mode=mode)
+    trainer = make_trainer([algorithm], model=HuggingFaceModel(bert()), device="gpu", eval_dataloader=LOADER)
+    trainer.fit()
+    assert torch.isfinite(trainer.state.loss)
+    assert algorithm.evidence["graphs"] >= 2

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from composer_speedups.errors import TaskError
+from composer_speedups.tasks import files, imdb
+
+ROWS = [(f"text number {i}, with a comma", ["good", "bad", "ugly"][i % 3]) for i in range(60)]
+
+
+def write_csv(path: Path, rows=ROWS, columns=("text", "label"), delimiter=",", encoding="utf-8") -> Path:
+    with path.open("w", newline="", encoding=encoding) as stream:
+        writer = csv.writer(stream, delimiter=delimiter)
+        writer.writerow(columns)
+        writer.writerows(rows)
+    return path
+
+
+def write_jsonl(path: Path, rows=ROWS, columns=("text", "label")) -> Path:
+    path.write_text("".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows=ROWS, columns=("text", "label")) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    data = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+    pyarrow.parquet.write_table(pyarrow.table(data), path)
+    return path
+
+
+def write_folders(path: Path, rows=ROWS) -> Path:
+    for i, (text, label) in enumerate(rows):
+        (path / label).mkdir(parents=True, exist_ok=True)
+        (path / label / f"{i}.txt").write_text(text)
+    return path
+
+
+def pairs(texts) -> set[tuple[str, str]]:
+    texts_and_labels = [*zip(texts.train, texts.train_labels, strict=True)]
+    texts_and_labels += zip(texts.evaluation, texts.evaluation_labels, strict=True)
+    return {(text, texts.label_names[label]) for text, label in texts_and_labels}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: write_csv(p / "a.csv"),
+        lambda p: write_csv(p / "a.CSV", encoding="utf-8-sig"),
+        lambda p: write_csv(p / "a.tsv", delimiter="\t"),
+        lambda p: write_jsonl(p / "a.jsonl"),
+        lambda p: write_parquet(p / "a.parquet"),
+        lambda p: write_folders(p / "f"),
+        lambda p: (write_csv(p / "1.csv", ROWS[:30]), write_csv(p / "2.csv", ROWS[30:]), p)[-1],
+    ],
+    ids=["csv", "csv with BOM", "tsv", "jsonl", "parquet", "class folders", "folder of tables"],
+)
+def test_every_format_gives_the_same_texts(write, tmp_path: Path):
+    texts = files.read(str(write(tmp_path)))
+    assert pairs(texts) == set(ROWS)
+    assert texts.label_names == ["bad", "good", "ugly"]
+    assert (len(texts.train), len(texts.evaluation)) == (54, 6)
+    assert not set(texts.train) & set(texts.evaluation)
+    assert texts.notes == []
+
+
+def test_equal_texts_stay_on_one_side(tmp_path: Path):
+    rows = [(f"text {i % 7}", "a" if i % 2 else "b") for i in range(70)]
+    for seed in range(5):
+        texts = files.read(str(write_csv(tmp_path / "a.csv", rows)), seed=seed)
+        assert not set(texts.train) & set(texts.evaluation)
+
+
+def test_a_seed_draws_others_and_numbers_are_bounds(tmp_path: Path):
+    path = str(write_csv(tmp_path / "a.csv"))
+    one, other = (files.read(path, train=10, evaluation=5, seed=s) for s in (1, 2))
+    assert (len(one.train), len(one.evaluation)) == (10, 5)
+    assert set(one.train) != set(other.train)
+    assert {len(files.read(path, train=10**6, evaluation=10**6).train)} == {54}
+
+
+def test_what_to_evaluate_on_can_be_told(tmp_path: Path):
+    rows = [(t, label, "Test" if i % 4 == 0 else "train") for i, (t, label) in enumerate(ROWS)]
+    by_column = files.read(str(write_csv(tmp_path / "a.csv", rows, ("text", "label", "part"))), split_column="part")
+    assert len(by_column.evaluation) == 15
+    train = str(write_csv(tmp_path / "b.csv", ROWS[:40]))
+    by_path = files.read(train, eval_path=str(write_jsonl(tmp_path / "c.jsonl", ROWS[40:])))
+    assert set(by_path.evaluation) == {t for t, _ in ROWS[40:]} and len(by_path.train) == 40
+    (tmp_path / "d").mkdir()
+    write_csv(tmp_path / "d" / "train.csv", ROWS[:40])
+    write_csv(tmp_path / "d" / "validation-00000-of-00001.csv", ROWS[40:])
+    by_name = files.read(str(tmp_path / "d"))
+    assert set(by_name.evaluation) == {t for t, _ in ROWS[40:]} and len(by_name.train) == 40
+
+
+def test_rows_without_text_or_label_are_dropped_and_counted(tmp_path: Path):
+    rows = [*ROWS, ("", "good"), ("   ", "bad"), (None, "bad"), ("unlabelled", None), ("unlabelled too", "")]
+    texts = files.read(str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    assert pairs(texts) == set(ROWS)
+    assert [re.sub(" of .*: ", ": ", note) for note in texts.notes] == ["3: no text", "2: no label"]
+
+
+def test_mlm_needs_no_labels(tmp_path: Path):
+    path = write_csv(tmp_path / "a.csv", [(t,) for t, _ in ROWS], ("text",))
+    texts = files.read(str(path), label_column=None)
+    assert len(texts.train) + len(texts.evaluation) == 60 and set(texts.train_labels) == {0}
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        ([10, 9, 2], ["2", "9", "10"]),
+        (["10", "9", "x"], ["10", "9", "x"]),
+        ([True, False, True], ["False", "True"]),
+        ([0, -1, 1], ["-1", "0", "1"]),
+    ],
+)
+def test_labels_are_numbered_in_order(tmp_path: Path, labels: list, names: list[str]):
+    rows = [(t, labels[i % 3]) for i, (t, _) in enumerate(ROWS)]
+    texts = files.read(str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    assert texts.label_names == names
+    assert pairs(texts) == {(t, str(label)) for t, label in rows}
+
+
+def test_hostile_text_is_kept_and_encodable(tmp_path: Path):
+    odd = ["\u202eevil", "a\x00b", "long " * 60_000, 'line\nbreak, "quoted"', "\ud83d\ude00 and lone \ud83d"]
+    rows = [(t, "ab"[i % 2]) for i, t in enumerate(odd)]
+    texts = files.read(str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    everything = texts.train + texts.evaluation
+    assert len(everything) == 5 and all(t.encode() for t in everything)
+    written = write_csv(tmp_path / "a.csv", [r for r in rows if "\ud83d" not in r[0] and "\x00" not in r[0]])
+    assert {t for t, _ in pairs(files.read(str(written)))} == {odd[0], odd[2].strip(), odd[3]}
+
+
+def bad_bytes(path: Path) -> Path:
+    path.write_bytes(b"text,label\n\xff\xfe,1\n")
+    return path
+
+
+def content(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda p: p / "none.csv", "is not there"),
+        (lambda p: write_csv(p / "a.csv", columns=("review", "label")), "no column 'text': it has 'review', 'label'"),
+        (lambda p: write_csv(p / "a.csv", columns=("text", "stars")), "no column 'label': it has 'text', 'stars'"),
+        (lambda p: write_jsonl(p / "a.jsonl", columns=("t", "label")), "line 1 has no column 'text'"),
+        (lambda p: write_parquet(p / "a.parquet", columns=("t", "label")), "no column 'text': it has 't', 'label'"),
+        (lambda p: bad_bytes(p / "a.csv"), "no UTF-8"),
+        (lambda p: content(p / "a.csv", ""), "no column 'text': it has none"),
+        (lambda p: content(p / "a.csv", 'text,label\n"open'), "no valid csv"),
+        (lambda p: content(p / "a.jsonl", "{"), "line 1 is no JSON"),
+        (lambda p: content(p / "a.jsonl", "[1]"), "no JSON object"),
+        (lambda p: content(p / "a.parquet", "PAR1 not"), "cannot be read as parquet"),
+        (lambda p: content(p / "a.docx", "x"), "known are .csv"),
+        (lambda p: p, "holds neither"),
+        (lambda p: write_csv(p / "a.csv", []), "no row with both text and label"),
+        (lambda p: write_csv(p / "a.csv", [(t, "one") for t, _ in ROWS]), "one label only, 'one'"),
+        (lambda p: write_csv(p / "a.csv", [(t, t) for t, _ in ROWS]), "that is no label"),
+        (lambda p: write_csv(p / "a.csv", [("same", "a"), ("same", "b")]), "no text to train on"),
+    ],
+)
+def test_bad_files_are_one_clear_error(write, message: str, tmp_path: Path):
+    with pytest.raises(TaskError, match=re.escape(message)) as error:
+        files.read(str(write(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_split_column_that_says_something_else_is_an_error(tmp_path: Path):
+    path = write_csv(tmp_path / "a.csv", [("t", "a", "fold1")], ("text", "label", "part"))
+    with pytest.raises(TaskError, match="says 'fold1'"):
+        files.read(str(path), split_column="part")
+
+
+def test_fingerprint_sees_a_change(tmp_path: Path):
+    folder = write_folders(tmp_path / "f")
+    before = files.fingerprint(str(folder))
+    assert files.fingerprint(str(folder)) == before
+    (folder / "good" / "0.txt").write_text("another text, longer than it was")
+    assert files.fingerprint(str(folder)) != before
+
+
+def write_imdb(path: Path) -> Path:
+    for part in ("train", "test"):
+        for kind in ("pos", "neg"):
+            (path / part / kind).mkdir(parents=True)
+            for i in range(10):
+                (path / part / kind / f"{i}_7.txt").write_text(f"a {kind} film, {part} review {i}")
+    (path / "train" / "unsup").mkdir()
+    (path / "train" / "unsup" / "0_0.txt").write_text("a film nobody has judged")
+    (path / "train" / "urls_pos.txt").write_text("http://...")
+    return path
+
+
+def test_imdb_from_the_folder_of_the_archive(tmp_path: Path):
+    texts = imdb.read(str(write_imdb(tmp_path)), 8, None, 0, labelled=True)
+    assert texts.label_names == ["neg", "pos"] and len(texts.train) == 8 and len(texts.evaluation) == 20
+    assert all(f"a {label} film" in text for text, label in pairs(texts))
+    assert all("train" in t for t in texts.train) and all("test" in t for t in texts.evaluation)
+    for_mlm = imdb.read(str(tmp_path), None, None, 0, labelled=False)
+    assert "a film nobody has judged" in for_mlm.train and not any("http" in t for t in for_mlm.train)
+
+
+def test_imdb_from_the_hubs_parquet_files(tmp_path: Path):
+    write_parquet(tmp_path / "train-00000-of-00001.parquet", [(f"train {i}", i % 2) for i in range(20)])
+    write_parquet(tmp_path / "test-00000-of-00001.parquet", [(f"test {i}", i % 2) for i in range(20)])
+    write_parquet(tmp_path / "unsupervised-00000-of-00001.parquet", [("unsupervised", -1)])
+    texts = imdb.read(str(tmp_path), None, None, 0, labelled=True)
+    assert texts.label_names == ["neg", "pos"] and len(texts.train) == len(texts.evaluation) == 20
+    assert ("train 1", "pos") in pairs(texts)
+
+
+def test_imdb_without_network_names_both_ways_out(monkeypatch, tmp_path: Path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(TaskError, match=r"connect to it, or set task\.path to a local folder or parquet") as error:
+        imdb.read(None, 10, 10, 0, labelled=True)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_speedups.errors import TaskError
+from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task, hub, models
+
+TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+TINY_DISTILBERT = {"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch, tmp_path: Path):
+    """An empty hub cache, and a hub that does not answer."""
+    monkeypatch.setattr(hub, "unreachable", lambda: "no network in tests")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def dummy(objective: str = "classification", **changes):
+    values = dict(name="dummy", max_length=16, train_samples=8, eval_samples=4, vocabulary=260, lowest_token=5)
+    return TaskSpec(**(values | {"objective": objective} | changes))
+
+
+def built(model: ModelSpec, task: TaskSpec | None = None, seed: int | None = 0):
+    made = build_task(task or dummy(), model, seed=0)
+    return build_model(model, made, seed=seed), made
+
+
+@pytest.mark.parametrize("objective", ["classification", "mlm"])
+@pytest.mark.parametrize(
+    "name", ["bert-base-uncased", "roberta-base", "distilbert-base-uncased", "prajjwal1/bert-mini"]
+)
+def test_known_models_are_built_without_the_hub(name: str, objective: str):
+    config = TINY_DISTILBERT if "distil" in name else TINY
+    model, task = built(ModelSpec(name=name, pretrained=False, config=config), dummy(objective, num_labels=3))
+    assert model.config.vocab_size == 264 == model.get_input_embeddings().num_embeddings  # 260, up to a multiple of 8
+    batch = task.collate_train([task.train[i] for i in range(4)])
+    out = model(**batch)
+    assert torch.isfinite(out.loss)
+    assert out.logits.shape == ((4, 3) if objective == "classification" else (4, 16, 264))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not task.pretrained and model.config.pad_token_id == task.tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # Counted in the papers' checkpoints: BERT-base 110 M, large 335 M; DistilBERT 66 M; RoBERTa-base 125 M.
+        ("bert-base-uncased", 109_482_240),
+        ("google-bert/bert-large-uncased", 335_141_888),
+        ("distilbert-base-uncased", 66_362_880),
+        ("roberta-base", 124_645_632),
+        ("google/bert_uncased_L-2_H-128_A-2", 4_385_920),
+    ],
+)
+def test_known_models_have_the_size_of_the_originals(name: str, parameters: int):
+    from transformers import AutoModel
+
+    source = models.resolve(ModelSpec(name=name, pretrained=False))
+    with torch.device("meta"):
+        model = AutoModel.from_config(models.load_config(source))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_the_one_asked_for(attention: str):
+    model, _ = built(ModelSpec(pretrained=False, config=TINY, attn_implementation=attention))
+    assert model.config._attn_implementation == attention
+
+
+def test_the_seed_decides_the_weights_and_leaves_torch_alone():
+    spec = ModelSpec(pretrained=False, config=TINY)
+    before = torch.random.get_rng_state()
+    one, again, other = (built(spec, seed=s)[0] for s in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    key = "bert.encoder.layer.0.output.dense.weight"
+    assert torch.equal(one.state_dict()[key], again.state_dict()[key])
+    assert not torch.equal(one.state_dict()[key], other.state_dict()[key])
+
+
+def test_auto_falls_back_loudly(caplog):
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        model, task = built(ModelSpec(config=TINY))
+    assert not task.pretrained and model is not None
+    assert "random ones" in task.notes[0] and "no network in tests" in task.notes[0]
+    assert task.notes[0] in caplog.text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder as `save_pretrained` writes it, weights in bf16 as some checkpoints are."""
+    model, task = built(ModelSpec(pretrained=False, config=TINY))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    task.tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("pretrained", [True, "auto"])
+def test_a_local_folder_gives_weights_and_tokenizer(folder: Path, pretrained):
+    spec = ModelSpec(name=str(folder), pretrained=pretrained, config={"hidden_dropout_prob": 0.0})
+    model, task = built(spec, dummy(vocabulary=None, num_labels=5))
+    assert task.pretrained and task.notes == [] and len(task.tokenizer) == 260
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / "model.safetensors")
+    key = "bert.embeddings.word_embeddings.weight"
+    assert torch.equal(model.state_dict()[key], stored[key].float())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.config.hidden_dropout_prob == 0.0 and model.config.num_labels == 5
+
+
+def test_a_folder_without_weights_is_built_from_its_config(folder: Path, caplog):
+    (folder / "model.safetensors").unlink()
+    spec = ModelSpec(name=str(folder))
+    model, task = built(spec)
+    assert not task.pretrained and "no weights" in task.notes[0]
+    assert model.config.hidden_size == 16
+    with pytest.raises(TaskError, match=r"no weights.*pretrained: false"):
+        built(ModelSpec(name=str(folder), pretrained=True))
+
+
+def test_pretrained_false_takes_a_folders_shape_but_not_its_weights(folder: Path):
+    spec = ModelSpec(name=str(folder), pretrained=False)
+    model, task = built(spec)
+    reference, _ = built(ModelSpec(name=str(folder), pretrained=True))
+    key = "bert.encoder.layer.0.output.dense.weight"
+    assert not task.pretrained
+    assert not torch.equal(model.state_dict()[key], reference.state_dict()[key])
+
+
+def one_line(error) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ModelSpec(name="./no/such/folder"), "is not there"),
+        (ModelSpec(name="/no/such/folder", pretrained=False), "is not there"),
+        (ModelSpec(name="bert-base-uncased; rm -rf"), "is not there"),
+        (ModelSpec(name="../x"), "is not there"),
+        (ModelSpec(pretrained=True), "local model folder, or model.pretrained: false"),
+        (ModelSpec(name="nobody/unknown"), "or to a model known here"),
+        (ModelSpec(name="nobody/unknown", pretrained=False), "or to a model known here"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_one_clear_error(spec: ModelSpec, message: str):
+    with pytest.raises(TaskError, match=re.escape(message)) as error:
+        models.resolve(spec)
+    assert spec.name in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layer": 2}, "nearest: num_hidden_layers"),
+        ({"num_hidden_layers": 2.5}, "must be of type int"),
+        ({"num_hidden_layers": True}, "must be of type int"),
+        ({"hidden_act": 3}, "must be of type str"),
+        ({"hidden_act": "no_such"}, "cannot be built"),
+        ({"hidden_size": 100, "num_attention_heads": 3}, "cannot be built"),
+        ({"num_attention_heads": 0}, "cannot be built"),
+        ({"vocab_size": 100}, "set config.vocab_size to at least 260"),
+        ({"max_position_embeddings": 8}, "max_length 16 exceeds the 8 positions"),
+    ],
+)
+def test_a_bad_configuration_is_one_clear_error(config: dict, message: str):
+    with pytest.raises(TaskError, match=re.escape(message)) as error:
+        built(ModelSpec(pretrained=False, config=TINY | config))
+    one_line(error)
+
+
+def test_positions_of_roberta_start_behind_the_padding_id():
+    spec = ModelSpec(name="roberta-base", pretrained=False, config=TINY | {"max_position_embeddings": 17})
+    model, task = built(spec)  # 16 tokens and one place for padding
+    model(**task.collate_train([task.train[0]]))
+    with pytest.raises(TaskError, match="exceeds the 15 positions"):
+        built(spec.model_copy(update={"config": TINY | {"max_position_embeddings": 16}}))
+
+
+@pytest.mark.parametrize("config", [{"hidden_size": 32}, {"num_hidden_layers": 2}, {"vocab_size": 272}], ids=str)
+def test_weights_that_do_not_fit_the_configuration_are_one_clear_error(folder: Path, config: dict):
+    (name,) = config
+    with pytest.raises(TaskError, match=rf"do not fit .* remove config\.{name}") as error:
+        built(ModelSpec(name=str(folder), pretrained=True, config=config))
+    one_line(error)
+
+
+def test_an_mlm_checkpoint_serves_classification(tmp_path: Path):
+    model, task = built(ModelSpec(pretrained=False, config=TINY), dummy("mlm"))
+    model.save_pretrained(tmp_path / "mlm")
+    task.tokenizer.save_pretrained(tmp_path / "mlm")
+    classifier, _ = built(ModelSpec(name=str(tmp_path / "mlm"), pretrained=True), dummy(vocabulary=None))
+    key = "bert.encoder.layer.0.output.dense.weight"
+    assert torch.equal(classifier.state_dict()[key], model.state_dict()[key])
+
+
+def test_a_folder_that_asks_for_code_is_refused(folder: Path):
+    import json
+
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Config: pass\n")
+    with pytest.raises(TaskError, match="cannot be loaded"):
+        built(ModelSpec(name=str(folder), pretrained=True))
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "{}"])
+def test_a_broken_config_file_is_one_clear_error(folder: Path, config: str):
+    (folder / "config.json").write_text(config)
+    with pytest.raises(TaskError, match="cannot be loaded") as error:
+        built(ModelSpec(name=str(folder), pretrained=True))
+    one_line(error)
+
+
+def test_a_broken_weights_file_is_one_clear_error(folder: Path):
+    (folder / "model.safetensors").write_bytes(b"\x00" * 50)
+    with pytest.raises(TaskError, match="cannot be loaded") as error:
+        built(ModelSpec(name=str(folder), pretrained=True))
+    one_line(error)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from composer_speedups.tasks import wordpiece
+
+TEXTS = [
+    "Return the eigenvalues of a symmetric matrix, and the eigenvectors if asked for.",
+    "Compute the gradient of the loss; raise ValueError if the matrix isn't symmetric.",
+    "Ünïcödé ∑∫ 漢字 text, returned as-is — with emoji 🎉.",
+] * 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    wordpiece.train(TEXTS, 300, tmp_path)
+    return tmp_path
+
+
+def test_same_texts_same_vocabulary(folder: Path, tmp_path: Path):
+    # Rust's hash maps are seeded anew for each map, so two trainings in one process differ if order matters at all.
+    for i in range(3):
+        again = tmp_path / str(i)
+        again.mkdir()
+        wordpiece.train(TEXTS, 300, again)
+        assert (again / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_reads_what_it_was_trained_on(folder: Path):
+    tokenizer = wordpiece.load(folder / "tokenizer.json", 64)
+    assert tokenizer.is_fast and len(tokenizer) <= 300
+    for text in TEXTS[:3]:
+        ids = tokenizer(text)["input_ids"]
+        assert ids[0] == tokenizer.cls_token_id and ids[-1] == tokenizer.sep_token_id
+        assert tokenizer.unk_token_id not in ids
+    assert "eigenvalues of a symmetric matrix" in tokenizer.decode(tokenizer(TEXTS[0])["input_ids"])
+    assert tokenizer("ж" * 3)["input_ids"][1:-1] == [tokenizer.unk_token_id]
+    # Letters are given to the trainer as "special": they must not be special in the result.
+    assert len(set(tokenizer.all_special_ids)) == 5 and len(tokenizer.get_added_vocab()) == 5
+
+
+def test_ids_are_dense_and_merges_are_there(folder: Path):
+    vocabulary = wordpiece.load(folder / "tokenizer.json", 64).get_vocab()
+    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
+    assert "the" in vocabulary and "matrix" in vocabulary
+
+
+def test_stock_transformers_loads_what_was_saved(folder: Path, tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    tokenizer = wordpiece.load(folder / "tokenizer.json", 64)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    stock = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert stock(TEXTS)["input_ids"] == tokenizer(TEXTS)["input_ids"]
+    assert set(stock(TEXTS[0])) == {"input_ids", "attention_mask"}
+    assert stock.model_max_length == 64 and stock.mask_token_id == tokenizer.mask_token_id

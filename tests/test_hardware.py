@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from composer_speedups import hardware
+
+
+def test_environment_says_what_a_number_depends_on(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    facts = hardware.environment()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["hardware"] == hardware.hardware()
+    assert torch.__version__.partition("+")[0] in facts["versions"]["torch"]
+    assert {"mosaicml", "transformers", "composer_speedups"} <= facts["versions"].keys()
+    assert facts["variables"]["OMP_NUM_THREADS"] == "1"
+    assert "hidden" not in json.dumps(facts)
+    assert facts["cpu"]["model"] and facts["memory_bytes"] > 2**28 and facts["threads"] >= 1
+    assert facts["commit"] is None or len(facts["commit"]["id"]) == 40
+    assert facts["versions"]["torch"] in hardware.summary(facts)
+
+
+def test_peak_is_that_of_a_matmul(device: str):
+    peak = hardware.matmul_peak(device, "fp32", seconds=0.2)
+    size = 1024
+    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    best = float("inf")
+    for _ in range(20):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    # Loose, as other processes may be at work: this is about units and orders of magnitude, not about speed.
+    assert 2 * size**3 / best / 20 < peak < 20 * 2 * size**3 / best
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_unknown_precision_is_refused():
+    with pytest.raises(ValueError, match="fp8"):
+        hardware.matmul_peak("cpu", "fp8")
+
+
+def test_other_machines_are_told_apart():
+    facts = hardware.environment()
+    assert hardware.same_machine(facts, json.loads(json.dumps(facts))) == ""
+    other = facts | {"versions": facts["versions"] | {"torch": "1.0"}}
+    assert hardware.same_machine(facts, other).startswith("versions torch")
+    other = facts | {"cpu": facts["cpu"] | {"model": "abacus"}}
+    assert "abacus here" in hardware.same_machine(facts, other)
+    assert hardware.same_machine(facts, facts | {"commit": {"id": "0" * 40, "clean": False}}) == ""

@@ -1,0 +1,174 @@
+"""`run`: a recipe really trains, measures, saves, resumes, and explains what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
+from composer_speedups.flops import model_flops
+from composer_speedups.recipes import load_recipe
+from composer_speedups.training import run
+
+TINY = [
+    "task={name: dummy, max_length: 32, mean_length: 16, length_std: 6, vocabulary: 256, train_samples: 64, eval_samples: 16}",
+    "model.config={num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2, intermediate_size: 64, "
+    "hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0}",
+    "batch_size=8",
+    "duration=1ep",
+    "schedule.warmup=2ba",
+]
+
+
+def tiny(*overrides: str, name: str = "demo/fp32"):
+    return load_recipe(name, [*TINY, *overrides])
+
+
+def test_measures_what_it_says() -> None:
+    seen = []
+    result = run(tiny(), report=seen.append)
+    assert (result.status, result.steps, result.finite) == ("ok", 8, True)
+    assert len(result.losses) == len(result.step_seconds) == 8
+    assert result.final_loss == pytest.approx(result.losses[-1])
+    counted = slice(result.warmup_steps, None)
+    assert result.samples_per_second == pytest.approx(8 * 5 / sum(result.step_seconds[counted]))
+    assert 0 < result.padding_share < 1
+    assert result.real_tokens_per_second < result.samples_per_second * 32 * (1 - result.padding_share) * 1.5
+    assert 0 <= result.eval_accuracy <= 1 and result.eval_loss > 0
+    assert result.peak_memory_bytes > 50 * 2**20
+    assert result.wallclock_seconds >= result.train_seconds > sum(result.step_seconds) * 0.9
+    assert {p.phase for p in seen} >= {"train", "eval"}
+    last = [p for p in seen if p.phase == "train"][-1]
+    assert (last.step, last.steps, last.seconds_left) == (8, 8, 0)
+    json.dumps(result.as_dict())
+
+
+def test_same_seed_same_losses_and_another_seed_others() -> None:
+    first, again, other = run(tiny()), run(tiny()), run(tiny(), seed=99)
+    assert first.losses == again.losses
+    assert first.eval_loss == again.eval_loss
+    assert first.losses != other.losses
+
+
+def test_the_speed_ups_of_the_recipe_are_used() -> None:
+    result = run(tiny("speedups={mixed_precision: {dtype: bf16}, fused_adamw: {}, low_precision_norm: {}}"))
+    assert result.evidence["fused_adamw"]["optimizer"] == "torch AdamW (fused)"
+    assert result.evidence["low_precision_norm"]["changed"] == 5
+    assert set(result.evidence) == {"matmul_precision", "mixed_precision", "fused_adamw", "low_precision_norm"}
+
+
+def test_microbatches_do_the_same_update() -> None:
+    whole, parts = run(tiny()), run(tiny("microbatch_size=2"))
+    # The loss of a batch is the mean over its samples either way; float32 sums in another order.
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert whole.losses[0] != whole.losses[-1]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+def test_schedules(name: str) -> None:
+    result = run(tiny(f"schedule.name={name}", "evaluate=false"))
+    assert result.finite and result.eval_loss is None
+
+
+def test_mlm() -> None:
+    result = run(tiny("task.objective=mlm"))
+    assert result.finite
+    # An untrained model that predicts 256 ids evenly has the loss ln 256.
+    assert result.losses[0] == pytest.approx(math.log(256), abs=0.3)
+    assert 0 <= result.eval_accuracy <= 1
+
+
+def test_saves_a_folder_that_transformers_loads(tmp_path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    result = run(tiny("speedups={fused_adamw: {}, low_precision_norm: {}}"), save=tmp_path / "model")
+    assert result.status == "ok"
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert not [f for f in os.listdir(tmp_path / "model") if f.startswith(".")]
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path) -> None:
+    whole = run(tiny("duration=2ep"))
+    reports = []
+
+    def interrupt(progress) -> None:
+        reports.append(progress)
+        if progress.phase == "train" and progress.step >= 3 and len(signalled) == 0:
+            signalled.append(progress.step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    signalled: list[int] = []
+    first = run(tiny("duration=2ep"), save=tmp_path, report=interrupt, checkpoint_interval="1ba")
+    assert first.status == "interrupted" and 3 <= first.steps < 16
+    second = run(tiny("duration=2ep"), save=tmp_path, resume=True, checkpoint_interval="1ba")
+    assert second.status == "ok"
+    assert first.losses + second.losses == whole.losses  # bit for bit
+    assert second.eval_loss == whole.eval_loss
+
+
+def test_after_ctrl_c_the_handler_is_the_old_one() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run(tiny("duration=1ba", "schedule.warmup=0ba"))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_works_outside_the_main_thread() -> None:
+    results = []
+    thread = threading.Thread(target=lambda: results.append(run(tiny("duration=1ba", "schedule.warmup=0ba"))))
+    thread.start()
+    thread.join()
+    assert results[0].steps == 1
+
+
+def test_loss_that_stays_nan_ends_the_run() -> None:
+    result = run(tiny("learning_rate=1e30", "duration=50ep", "schedule.warmup=0ba"))
+    assert not result.finite
+    assert result.steps < 400
+    assert "unstable" in result.reason
+
+
+def test_what_the_machine_lacks_is_said_before_training() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(SpeedUpUnavailable, match="fp16"):
+        run(tiny("speedups.mixed_precision={dtype: fp16}"))
+
+
+def test_batch_larger_than_the_data() -> None:
+    with pytest.raises(TaskError, match="batch_size 128 exceeds the 64 training samples"):
+        run(tiny("batch_size=128"))
+
+
+def test_out_of_memory_names_the_size_and_the_remedy(monkeypatch) -> None:
+    from composer import Trainer
+
+    def fit(self):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(Trainer, "fit", fit)
+    with pytest.raises(OutOfMemory, match=r"with 8 samples a forward pass: try microbatch_size=4, .* batch at 8"):
+        run(tiny())
+
+
+def test_flops_of_bert() -> None:
+    """Against the count by hand: 12 width^2 weights a layer at intermediate = 4 width."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=100, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256
+    )
+    model = BertForSequenceClassification(config)
+    expected = 6 * 1000 * 3 * 12 * 64**2 + 12 * 3 * 64 * 50_000
+    assert model_flops(model, 1000, 50_000) == expected
+
+
+def test_tensorboard_logger_from_the_recipe(tmp_path) -> None:
+    run(tiny(f"loggers={{TensorboardLogger: {{log_dir: {tmp_path}}}}}", "duration=2ba", "schedule.warmup=0ba"))
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
