@@ -277,3 +277,11 @@ def compile_counters() -> CompileCounters:
         cache_misses=utils.counters.get("inductor", empty)["fxgraph_cache_miss"],
         frames=dict(getattr(convert_frame, "FRAME_COMPILE_COUNTER", {})),
     )
+
+
+# --- encoder layers -----------------------------------------------------------------------------------
+
+
+def layer_result(hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:
+    """What a BERT layer returns: in 4.53 a tuple that may also hold attention weights, in 5.x the hidden states."""
+    return (hidden,) if _TRANSFORMERS < 5 else hidden

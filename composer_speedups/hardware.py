@@ -164,14 +164,17 @@ def matmul_peak(device: str, precision: str = "fp32", *, seconds: float = 0.4) -
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     best = 0.0
     try:
-        for size in (4096, 8192) if cuda else (1024, 2048):
+        for size in (4096, 8192) if cuda else (512, 1024, 2048):
+            if best and 2 * size**3 / best > 4 * seconds:
+                break  # emulated, such as float16 on most CPUs: a larger one would take minutes
             left = torch.randn(size, size, device=device).to(kind)
             right = torch.randn(size, size, device=device).to(kind)
             out = torch.empty_like(left)
-            torch.mm(left, right, out=out)  # wakes the library, the threads and the clocks
+            if cuda or size == 512:
+                torch.mm(left, right, out=out)  # wakes the library, the threads and the clocks
             flops = 2 * size**3
             end, laps = time.perf_counter() + seconds, 0
-            while laps < 3 or (time.perf_counter() < end and laps < 1000):
+            while laps == 0 or (time.perf_counter() < end and laps < 1000):
                 # Several matmuls a lap on a GPU, so that waiting for it is a small share.
                 count = 20 if cuda else 1
                 _wait(cuda)

@@ -11,6 +11,7 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,3 +105,26 @@ def _remake(cls: type, layers: list[tuple[tuple[str, ...], Wrap]]) -> Any:
     for names, wrap in layers:
         cls = _overriding(cls, names, wrap)
     return cls.__new__(cls)
+
+
+def mix_in(mixin: type, module: torch.nn.Module) -> None:
+    """Put `mixin` in front of the class of `module`, which then overrides it and may call `super()`.
+
+    For classes that differ by family and version of transformers. The new class keeps the old one's name, as
+    transformers looks at names and writes them to files; it pickles and copies.
+    """
+    if not isinstance(module, mixin):
+        module.__class__ = _mixed(mixin, type(module))
+
+
+@cache
+def _mixed(mixin: type, cls: type) -> type:
+    def reduce(self, protocol):  # the class is made at run time: pickle what it is made of
+        return _rebuild, (mixin, cls), self.__dict__
+
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__reduce_ex__": reduce})
+
+
+def _rebuild(mixin: type, cls: type) -> torch.nn.Module:
+    new = _mixed(mixin, cls)
+    return new.__new__(new)

@@ -89,7 +89,7 @@ class Isolation:
         if self._server is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._server_log = tempfile.TemporaryFile()
+        self._server_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         preload = self.preload if self.shared else ()
         with theirs:
             # -P: a file in the current folder must not hide a module.

@@ -29,7 +29,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     """Look before anything runs: the environment, the attainable speed, and which recipes cannot run here.
 
     Args:
-        payload: `recipes`: the recipes; `peaks`: precisions whose attainable speed is to be measured.
+        payload: `recipes`: the recipes; `peaks`: by recipe, the precision whose attainable speed is to be measured.
         report: not used.
 
     Returns:
@@ -49,7 +49,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         reason = next((f"{key}: {why}" for key, why in reasons if why is not None), None)
         if reason is not None:
             answer["skip"][recipe.name] = reason
-    for precision in payload["peaks"]:
+    for precision in sorted({p for name, p in payload["peaks"].items() if name not in answer["skip"]}):
         try:
             answer["peaks"][precision] = hardware.matmul_peak(device.type, precision)
         except RuntimeError:

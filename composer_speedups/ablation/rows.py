@@ -93,6 +93,8 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
     for key in _MEDIANS:
         values = _values(results, key)
         row[key] = statistics.median(values) if values else None
+    if row["peak_memory_bytes"] is not None:
+        row["peak_memory_bytes"] = round(row["peak_memory_bytes"])
     row |= {
         "steps": first.get("steps"),
         "warmup_steps": first.get("warmup_steps"),

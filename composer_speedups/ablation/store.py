@@ -16,7 +16,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,8 @@ class Store:
 
     def close(self) -> None:
         """Write everything into the one file, so that it can be copied elsewhere, and let go of it."""
-        try:
+        with suppress(sqlite3.Error):  # another process is at it: the last one to close does it
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        except sqlite3.Error:
-            pass  # another process is at it; the last one to close does it
         self._db.close()
 
     # --- The study ---

@@ -151,7 +151,7 @@ class _Study:
         self.console.print("Looking at this machine ...", style="dim")
         known = self.store.study().get("peaks") or {}
         kind = hardware.hardware()
-        wanted = sorted({precision(r, kind) for r in self.recipes.values()} - known.keys())
+        wanted = {name: p for name, r in self.recipes.items() if (p := precision(r, kind)) not in known}
         payload = {"recipes": list(recipes), "peaks": wanted}
         outcome = self.isolation.run(payload, timeout=600, entry=entry)
         if outcome.value is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +99,8 @@ def short_names(names: Sequence[str]) -> list[str]:
     >>> short_names(["finetune/fp32", "finetune/fp16"])
     ['fp32', 'fp16']
     """
-    shared = os.path.commonprefix(list(names))
-    cut = shared.rfind("/") + 1
+    folders = {name.rpartition("/")[0] for name in names}
+    cut = len(folders.pop()) + 1 if len(folders) == 1 and "/" in names[0] else 0
     return [name[cut:] for name in names]
 
 

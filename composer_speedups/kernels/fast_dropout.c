@@ -13,9 +13,8 @@ static inline void draw(int16_t *lanes, uint32_t first, uint32_t k0, uint32_t k1
   uint32_t words[WORDS];
   for (uint32_t j = 0; j < WORDS; j++) {
     uint32_t h = (first + j) * 0x9E3779B9u + k0; /* odd: no two words of a mask start alike */
-    h ^= h >> 16;
-    h *= 0x7FEB352Du; /* multipliers and shifts: Chris Wellons' lowbias32 */
-    h ^= k1;          /* between the rounds, so that no two masks are shifts of each other */
+    h ^= h >> 16 ^ k1; /* by xor, not by sum: masks with other keys are no shifts of this one */
+    h *= 0x7FEB352Du;  /* multipliers and shifts: Chris Wellons' lowbias32 */
     h ^= h >> 15;
     h *= 0x846CA68Bu;
     h ^= h >> 16;

@@ -94,7 +94,8 @@ def fast_dropout_mask(
         p: probability of dropping, from 0 to 1.
         dtype: of the mask; `torch.bool` gives True where an element stays, without the scale. Low precision rounds
             the scale: bfloat16 at p = 0.1 by 0.16 %, as PyTorch's own dropout has it.
-        keys: of `draw_keys`, to make the same mask again; None draws new ones.
+        keys: of `draw_keys`, to make the same mask again; None draws new ones. Not made by counting: masks of
+            `(k, j)` and `(k, j + 1)` are not independent.
 
     >>> mask = fast_dropout_mask((2, 3), 0.25)
     >>> mask.shape, set(mask.unique().tolist()) <= {0.0, 1 / 0.75}
@@ -122,7 +123,7 @@ def keep_by_torch(size: int, keys: Sequence[int | torch.Tensor], dropped: int) -
     """
     first, second = (key.to(torch.int32) if isinstance(key, torch.Tensor) else _signed(key) for key in keys)
     h = torch.arange((size + 1) // 2, dtype=torch.int32) * _signed(0x9E3779B9) + first
-    h = (h ^ (h >> 16 & 0xFFFF)) * 0x7FEB352D ^ second
+    h = (h ^ (h >> 16 & 0xFFFF) ^ second) * 0x7FEB352D
     h = (h ^ (h >> 15 & 0x1FFFF)) * _signed(0x846CA68B)
     h = h ^ (h >> 16 & 0xFFFF)
     lanes = torch.stack((h << 16 >> 16, h >> 16), -1).flatten()[:size]  # low half first, both with their sign

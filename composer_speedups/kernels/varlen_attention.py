@@ -15,7 +15,11 @@ rounded once to the tensors' dtype. Dropout drops with a multiple of 1/65536, as
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -32,6 +36,7 @@ Keys = tuple[int, int]
 
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _STRIDE = 0x9E3779B9  # by which the first key of a mask moves on from word to word
+_WORTHWHILE = 1 << 18  # scores below which one thread is as fast as several
 _P, _N, _W, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_int
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -175,44 +180,61 @@ Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float):
     """The output, and for each sequence its q, k, v [heads, length, width] and probabilities, signed."""
-    out, blocks, buffer = torch.empty_like(q, memory_format=torch.contiguous_format), [], _Buffer(q)
-    first = 0
-    with torch.autocast("cpu", enabled=False):
-        for at, to in _spans(queries, keys):
-            qi, ki, vi = (x[span].transpose(0, 1).contiguous() for x, span in ((q, at), (k, to), (v, to)))
-            scores = torch.bmm(qi, ki.transpose(1, 2))
-            kept = buffer.like(scores)
-            own = ((seeds[0] + first * _STRIDE) % (1 << 32), seeds[1])  # the mask goes on where it ended
-            first += (scores.numel() + 1) // 2
-            probabilities = _softmax(scores, kept, own, dropout_p, scale)
-            out[at] = torch.bmm(kept, vi).transpose(0, 1)
-            blocks.append((qi, ki, vi, probabilities))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    spans = _spans(queries, keys, q.shape[1])
+    blocks: list[Block] = [()] * len(spans)
+
+    def work(i: int, span: _Span, buffer: _Buffer) -> None:
+        qi, ki, vi = (x[at].transpose(0, 1).contiguous() for x, at in ((q, span.q), (k, span.k), (v, span.k)))
+        scores = torch.bmm(qi, ki.transpose(1, 2))
+        kept = buffer.like(scores)
+        own = ((seeds[0] + span.word * _STRIDE) % (1 << 32), seeds[1])
+        probabilities = _softmax(scores, kept, own, dropout_p, scale)
+        out[span.q] = torch.bmm(kept, vi).transpose(0, 1)
+        blocks[i] = (qi, ki, vi, probabilities)
+
+    _share(work, spans, q)
     return out, blocks
 
 
 def _backward(gradient, blocks: list[Block], queries: list[int], keys: list[int], dropout_p: float, scale: float):
     like = dict(dtype=gradient.dtype, device=gradient.device)
     dq = torch.empty(gradient.shape, **like)
-    dk, dv = (torch.empty(sum(keys), *gradient.shape[1:], **like) for _ in "kv")
-    buffer = _Buffer(gradient)
-    with torch.autocast("cpu", enabled=False):
-        for (at, to), (qi, ki, vi, probabilities) in zip(_spans(queries, keys), blocks, strict=True):
-            gi = gradient[at].transpose(0, 1).contiguous()
-            ds = torch.bmm(gi, vi.transpose(1, 2))
-            kept = buffer.like(ds)
-            ds = _softmax_backward(ds, probabilities, kept, dropout_p, scale)
-            dv[to] = torch.bmm(kept.transpose(1, 2), gi).transpose(0, 1)
-            dq[at] = torch.bmm(ds, ki).transpose(0, 1)
-            dk[to] = torch.bmm(ds.transpose(1, 2), qi).transpose(0, 1)
+    dk, dv = (torch.zeros(sum(keys), *gradient.shape[1:], **like) for _ in "kv")
+
+    def work(i: int, span: _Span, buffer: _Buffer) -> None:
+        qi, ki, vi, probabilities = blocks[i]
+        gi = gradient[span.q].transpose(0, 1).contiguous()
+        ds = torch.bmm(gi, vi.transpose(1, 2))
+        kept = buffer.like(ds)
+        ds = _softmax_backward(ds, probabilities, kept, dropout_p, scale)
+        dv[span.k] = torch.bmm(kept.transpose(1, 2), gi).transpose(0, 1)
+        dq[span.q] = torch.bmm(ds, ki).transpose(0, 1)
+        dk[span.k] = torch.bmm(ds.transpose(1, 2), qi).transpose(0, 1)
+
+    _share(work, _spans(queries, keys, gradient.shape[1]), gradient)
     return dq, dk, dv
 
 
-def _spans(queries: list[int], keys: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Where the tokens of each sequence lie among queries and among keys; empty sequences are left out."""
+class _Span(NamedTuple):
+    """Where one sequence lies among queries and keys, and at which word its dropout mask starts."""
+
+    q: slice
+    k: slice
+    word: int
+    scores: int
+
+
+def _spans(queries: list[int], keys: list[int], heads: int) -> list[_Span]:
+    """One for each sequence that has queries."""
+    spans, word = [], 0
     ends = (pairwise(accumulate(lengths, initial=0)) for lengths in (queries, keys))
     for (a, b), (c, d) in zip(*ends, strict=True):
-        if a < b:
-            yield slice(a, b), slice(c, d)
+        scores = heads * (b - a) * (d - c)
+        if scores:
+            spans.append(_Span(slice(a, b), slice(c, d), word, scores))
+            word += (scores + 1) // 2
+    return spans
 
 
 class _Buffer:
@@ -225,6 +247,48 @@ class _Buffer:
         if self.memory.numel() < scores.numel():
             self.memory = self.memory.new_empty(scores.numel())
         return self.memory[: scores.numel()].view(scores.shape)
+
+
+def _share(work: Callable[[int, _Span, _Buffer], None], spans: list[_Span], like: torch.Tensor) -> None:
+    """Do `work` for each span: whole sequences in parallel, each on one thread.
+
+    One sequence is too little work to be cut up itself: threads would wait for each other after every small product.
+    """
+    threads = min(torch.get_num_threads(), len(spans))
+    if sum(span.scores for span in spans) < _WORTHWHILE:
+        threads = 1
+    todo = deque(sorted(enumerate(spans), key=lambda item: -item[1].scores))  # longest first, taken when idle
+
+    def some() -> None:
+        buffer = _Buffer(like)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            while todo:
+                try:
+                    task = todo.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                work(*task, buffer)
+
+    if threads == 1:
+        return some()
+    for done in [_pool(os.getpid(), torch.get_num_threads()).submit(some) for _ in range(threads)]:
+        done.result()
+
+
+@cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads whose PyTorch operations use one thread each. A forked process makes its own."""
+    pool = ThreadPoolExecutor(threads, "varlen_attention")
+    together = threading.Barrier(threads)
+
+    def settle() -> None:
+        torch.set_num_threads(1)  # for this thread, but also the default of threads to come
+        together.wait()
+
+    for done in [pool.submit(settle) for _ in range(threads)]:
+        done.result()
+    torch.set_num_threads(threads)
+    return pool
 
 
 def _softmax(scores, kept, seeds: Keys, dropout_p: float, scale: float) -> torch.Tensor:

@@ -34,14 +34,23 @@ class Recipe:
 
 
 def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
-    skip = {r.name: "needs a thing: install it" for r in payload["recipes"] if r.does == "unavailable"}
-    error = "fast.yaml:3: unknown speed-up 'x'" if any(r.does == "wrong" for r in payload["recipes"]) else ""
-    environment = {"hardware": "cpu", "python": "3", "cpu": {"model": "fake"}, "threads": 1, "memory_bytes": 2**30}
-    return {"environment": environment, "skip": skip, "peaks": {p: 1e9 for p in payload["peaks"]}, "error": error}
+    does = {r.name: getattr(r, "does", "well") for r in payload["recipes"]}
+    return {
+        "environment": {
+            "hardware": "cpu",
+            "python": "3",
+            "cpu": {"model": "fake"},
+            "threads": 1,
+            "memory_bytes": 2**30,
+        },
+        "skip": {name: "needs a thing: install it" for name, what in does.items() if what == "unavailable"},
+        "peaks": {precision: 1e9 for precision in payload["peaks"].values()},
+        "error": "fast.yaml:3: unknown speed-up 'x'" if "wrong" in does.values() else "",
+    }
 
 
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
-    recipe, seed = payload["recipe"], payload["seed"]
+    recipe, seed = {"does": "well", "seconds": 0.0, "diary": None} | payload["recipe"], payload["seed"]
     print(f"{recipe['name']} begins")
     for step in range(4):
         report({"phase": "train", "step": step + 1, "steps": 4, "loss": 1.0, "samples_per_second": 5.0})

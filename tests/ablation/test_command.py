@@ -1,0 +1,85 @@
+"""`ablate` and `report` as they are called, with the shipped recipes and fake runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import fakes
+import pytest
+
+from composer_speedups.ablation import study
+from composer_speedups.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _fake_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(study, "Entries", lambda: fakes.ENTRIES)
+    monkeypatch.chdir(tmp_path)
+
+
+def rows(out: Path) -> list[dict]:
+    return json.loads((out / "results.json").read_text())["rows"]
+
+
+def test_recipes_with_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code = main(["ablate", "demo/fp32", "demo/bf16", "batch_size=4", "--seeds", "2", "--out", "out"])
+    assert code == 0
+    found = rows(tmp_path / "out")
+    assert [(row["recipe"], row["status"], len(row["seeds"])) for row in found] == [
+        ("demo/fp32", "ok", 2),
+        ("demo/bf16", "ok", 2),
+    ]
+    text = capsys.readouterr().out
+    assert "To run: 4 runs" in text and "bf16" in text
+    assert main(["report", "out"]) == 0
+    assert "128 tokens padded" in capsys.readouterr().out
+
+
+def test_a_suite_goes_to_its_own_folder(tmp_path: Path):
+    assert main(["ablate", "demo"]) == 0
+    found = rows(tmp_path / "runs" / "demo")
+    assert found[0]["recipe"] == "demo/fp32" and found[0]["baseline"] and len(found) > 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ablate", "demoo"], "demoo"),
+        (["ablate", "batch_size=4"], "name a suite or a recipe"),
+        (["ablate", "demo", "finetune/fp32"], "demo is a suite"),
+        (["ablate", "demo/fp32", "batch_size=-4"], "batch_size"),
+        (["ablate", "demo/fp32", "demo/fp32"], "listed twice"),
+        (["ablate", "demo/fp32", "--baseline", "bf16"], "'bf16'"),
+        (["ablate", "demo/fp32", "--seeds", "0"], "seeds"),
+        (["report", "nowhere"], "no study in nowhere"),
+        (["report", "."], "no study in"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_interrupted_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupt(self, run, display):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study._Study, "_one", interrupt)
+    assert main(["ablate", "demo/fp32", "--out", "out"]) == 130
+    assert "The same command goes on from here" in capsys.readouterr().out
+    assert rows(tmp_path / "out")[0]["status"] == "skipped"
+
+
+def test_the_parent_stays_free_of_torch():
+    """A study's own process must not take memory and threads from what it measures."""
+    import subprocess
+
+    code = "import sys, composer_speedups.ablation.study, composer_speedups.ablation.command as c; "
+    code += "c._load(['demo/fp32']); print(sorted({'torch', 'composer', 'transformers'} & sys.modules.keys()))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    # `demo/fp32` alone asks for no GPU, so not even `hardware()` needs torch.
+    assert found.strip() == "[]"

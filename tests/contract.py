@@ -1,0 +1,109 @@
+"""What the contract tests need to know about a speed-up beyond its name: an example of its use on a CPU.
+
+A new speed-up is held to the contract with its default arguments; it needs a line here only if it has required
+arguments, or does nothing to the default model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from composer_speedups import registry
+from composer_speedups.speedup import SpeedUp
+
+
+@dataclass(frozen=True)
+class Case:
+    """`kwargs` for the speed-up, and the `head` of the BERT that it is tried on."""
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    head: str = "classification"
+    dtype: torch.dtype = torch.float32  # that it computes in
+
+
+CASES = {
+    "matmul_precision": Case({"precision": "highest"}),
+    "mixed_precision": Case({"dtype": "bf16"}, dtype=torch.bfloat16),
+    "torch_compile": Case({"scope": "block", "backend": "aot_eager"}),
+    "masked_token_head": Case(head="mlm"),
+    "fused_cross_entropy": Case(head="mlm"),
+}
+
+
+def case(key: str) -> Case:
+    return CASES.get(key, Case())
+
+
+def make(key: str) -> SpeedUp:
+    return registry.build(key, **case(key).kwargs)
+
+
+def here() -> torch.device:
+    return torch.device("cpu")
+
+
+def usable(key: str) -> bool:
+    """Whether this machine's CPU can use the speed-up; the others are held to their clear error."""
+    return make(key).unavailable(here()) is None
+
+
+ALL = registry.keys()
+USABLE = [key for key in ALL if usable(key)]
+UNUSABLE = [key for key in ALL if key not in USABLE]
+
+
+def bert(head: str = "classification", **changes: Any) -> torch.nn.Module:
+    """A small BERT with eager attention and random (not zero) biases and norms, as plain as it gets."""
+    import transformers
+    from conftest import bert_config
+
+    cls = {
+        "classification": transformers.BertForSequenceClassification,
+        "mlm": transformers.BertForMaskedLM,
+        "tokens": transformers.BertForTokenClassification,
+    }[head]
+    torch.manual_seed(3)
+    # Weights ten times as large as BERT begins with: attention that is nearly uniform would hide its faults.
+    config = bert_config(**{"initializer_range": 0.2, **changes})
+    model = cls._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 1:  # zeros and ones would hide a dropped bias or scale
+                p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+def batch(head: str = "classification", padded: bool = True, rows: int = 6, seed: int = 5) -> dict[str, torch.Tensor]:
+    from conftest import padded_batch
+
+    data = padded_batch(rows, seed=seed)
+    if not padded:
+        data["attention_mask"] = torch.ones_like(data["attention_mask"])
+        data["input_ids"] = data["input_ids"].clamp_min(5)
+    if head != "classification":
+        random = torch.Generator().manual_seed(seed + 1)
+        high = 128 if head == "mlm" else 3
+        labels = torch.randint(0, high, data["input_ids"].shape, generator=random)
+        chosen = torch.rand(labels.shape, generator=random) < 0.3
+        data["labels"] = torch.where(chosen & data["attention_mask"].bool(), labels, -100)
+    return data
+
+
+class Dataset(torch.utils.data.Dataset):
+    """Rows of `batch`, the same whenever it is made."""
+
+    def __init__(self, head: str, rows: int) -> None:
+        self.data = batch(head, rows=rows)
+
+    def __len__(self) -> int:
+        return len(self.data["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: column[index] for name, column in self.data.items()}
+
+
+def loader(head: str = "classification", rows: int = 32, size: int = 8) -> torch.utils.data.DataLoader:
+    return torch.utils.data.DataLoader(Dataset(head, rows), batch_size=size)
