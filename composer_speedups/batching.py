@@ -1,7 +1,8 @@
 """Which samples make a batch: lengths of samples, plans of an epoch, and collating without needless padding.
 
-Everything here is decided by (seed, epoch), the same on every rank, so that a resumed run goes on with the batches
-that it would have had. The samplers are `DistributedSampler`s, to which Composer and others call `set_epoch`.
+Everything here is decided by (seed, epoch), the same on every rank, so that a resumed run goes on with the
+batches that it would have had. The samplers are `DistributedSampler`s, to which Composer and others call
+`set_epoch`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ from torch.utils.data import (
 
 from composer_speedups.errors import SpeedUpUnavailable
 
-__all__ = ["LengthGroupedSampler", "TokenBudgetSampler", "TrimPadding", "rebuild", "sample_lengths", "sharing"]
+__all__ = [
+    "LengthGroupedSampler",
+    "TokenBudgetSampler",
+    "TrimPadding",
+    "check_loader",
+    "padding_share",
+    "rebuild",
+    "sample_lengths",
+    "seed_of",
+    "sharing",
+]
 
 log = logging.getLogger("composer_speedups")
 
@@ -124,7 +135,7 @@ class TokenBudgetSampler(DistributedSampler):
         self.lengths, self.tokens = lengths, tokens
         total, longest = int(lengths.sum()), int(lengths.max())
         self.steps = max(1, round(total / (tokens * num_replicas)))
-        if self.steps > 1 and total / self.steps < (num_replicas + 1) * longest or len(lengths) < num_replicas:
+        if (self.steps > 1 and total / self.steps < (num_replicas + 1) * longest) or len(lengths) < num_replicas:
             least = -(-(num_replicas + 1) * longest // num_replicas)
             raise ValueError(
                 f"tokens_per_batch={tokens} is too few for samples of up to {longest} tokens on {num_replicas} ranks:"
@@ -211,6 +222,11 @@ def sharing(loader: DataLoader) -> tuple[int, int]:
     return 0, 1
 
 
+def seed_of(loader: DataLoader, otherwise: int) -> int:
+    """The seed of the order of samples: the loader's own if it has one."""
+    return loader.sampler.seed if isinstance(loader.sampler, DistributedSampler) else otherwise
+
+
 def check_loader(loader: Any) -> None:
     """Raise `SpeedUpUnavailable` unless `loader` is of a kind whose order of samples may be changed."""
     fault = None
@@ -245,6 +261,7 @@ def rebuild(loader: DataLoader, multiple_of: int, **batches: Any) -> DataLoader:
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
+        in_order=loader.in_order,
         **workers,
         **batches,
     )

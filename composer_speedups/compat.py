@@ -25,6 +25,7 @@ __all__ = [
     "attention_implementation",
     "compile_counters",
     "lacks_sdpa",
+    "layer_result",
     "make_sdpa",
     "read_float32_precision",
     "set_float32_precision",

@@ -5,7 +5,15 @@ The command line prints them without a traceback and exits with code 2.
 
 from __future__ import annotations
 
-__all__ = ["ConflictError", "OutOfMemory", "RecipeError", "SpeedUpUnavailable", "TaskError", "UserError"]
+__all__ = [
+    "CheckpointError",
+    "ConflictError",
+    "OutOfMemory",
+    "RecipeError",
+    "SpeedUpUnavailable",
+    "TaskError",
+    "UserError",
+]
 
 
 class UserError(Exception):
@@ -22,6 +30,10 @@ class ConflictError(UserError, ValueError):
 
 class RecipeError(UserError, ValueError):
     """A recipe or an override cannot be read: unknown key, wrong type, impossible value."""
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint cannot be written, read, or resumed from, or the output folder is taken."""
 
 
 class TaskError(UserError, ValueError):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from composer.core import Callback, State, TimeUnit
 from composer.loggers import Logger
+from composer.utils import dist
 
 from composer_speedups.results import Progress
 
@@ -74,6 +75,7 @@ class Measurement(Callback):
         self.compiling: list[bool] = []
         self.gave_up = False
         self.interrupted = False
+        self.evaluating = False
         self.fit_seconds = 0.0
         self.eval_seconds = 0.0
         self._lengths: list[torch.Tensor] = []
@@ -97,6 +99,7 @@ class Measurement(Callback):
         self._mark = self._now()
 
     def eval_start(self, state: State, logger: Logger) -> None:
+        self.evaluating = True
         self._eval_began = time.perf_counter()
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
@@ -105,6 +108,7 @@ class Measurement(Callback):
             self._send(Progress("eval", step=step, steps=total))
 
     def eval_end(self, state: State, logger: Logger) -> None:
+        self.evaluating = False
         self.eval_seconds += time.perf_counter() - self._eval_began
         self._mark = self._now()
 
@@ -131,7 +135,7 @@ class Measurement(Callback):
         if self._bad >= _NAN_PATIENCE:
             self.gave_up = True
             state.stop_training()
-        if self._stop_requested():
+        if _on_any_rank(self._stop_requested(), state):
             self.interrupted = True
             state.stop_training()
         if self._due() or self._step == self._steps:
@@ -194,6 +198,15 @@ class Measurement(Callback):
             samples_per_second=sum(self.samples[-len(recent) :]) / max(seconds, 1e-9),
             seconds_left=max(0, self._steps - self._step) * pace,
         )
+
+
+def _on_any_rank(flag: bool, state: State) -> bool:
+    """True on all ranks if on any. A rank that stopped alone would leave the others waiting for its gradients."""
+    if dist.get_world_size() == 1:
+        return flag
+    votes = torch.tensor([int(flag)], device=state.device._device)
+    dist.all_reduce(votes, reduce_operation="MAX")
+    return bool(votes.item())
 
 
 def _steps(state: State) -> int:

@@ -48,6 +48,7 @@ class RunResult:
     eval_loss: float | None = None
     eval_accuracy: float | None = None
     finite: bool = True  # every loss was finite
+    gave_up: bool = False  # ended early, because the loss stayed NaN or infinite
     steps: int = 0
     warmup_steps: int = 0  # not counted in the speeds
     padding_share: float | None = None

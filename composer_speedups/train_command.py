@@ -18,7 +18,7 @@ __all__ = ["train"]
 
 
 def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, checkpoint_interval: str) -> int:
-    """Train `recipe` and print what was measured; return the exit code (130 after Ctrl-C)."""
+    """Train `recipe` and print what was measured; return the exit code (130 after Ctrl-C, 1 if it was given up)."""
     first = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True, quiet=not first, highlight=False)
     console.print(f"[bold]{recipe.name}[/]  {recipe.description}")
@@ -41,7 +41,13 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
         )
     if first:
         Console(highlight=False).print(_summary(result))
-        if save is not None:
+        if result.gave_up:
+            console.print(
+                "No model was saved."
+                if save is None
+                else f"No model was saved; checkpoints are in {save / 'checkpoints'}"
+            )
+        elif save is not None:
             what = "Checkpoint" if result.status == "interrupted" else "Model"
             where = save / "checkpoints" if result.status == "interrupted" else save
             console.print(f"{what} in {where}")
@@ -49,7 +55,7 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
                 console.print("Go on with the same command and --resume.")
         elif result.status == "interrupted":
             console.print("Nothing was kept: use --save DIR for checkpoints.")
-    return 130 if result.status == "interrupted" else 0
+    return 130 if result.status == "interrupted" else int(result.gave_up)
 
 
 def _plan(recipe: Recipe) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -34,6 +35,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.algorithms.torch_compile import compile_statistics
+from composer_speedups.checkpoints import Checkpoints, exclusive, writing
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
 from composer_speedups.flops import model_flops
 from composer_speedups.measure import Measurement, peak_memory
@@ -70,15 +72,17 @@ def run(
         report: called with progress a few times a second, on rank 0.
         save: a folder for the trained model (as Hugging Face's `from_pretrained` reads it) and, under
             `checkpoints/`, for Composer's checkpoints.
-        resume: go on from the latest checkpoint under `save`; start anew if there is none.
+        resume: go on from the newest whole checkpoint under `save`; start anew if there is none.
         checkpoint_interval: how often to write one, as `1ep` or `200ba`.
 
     Returns:
-        What was measured. A run ended by Ctrl-C has the status `interrupted`; its checkpoint is written.
+        What was measured. A run ended by Ctrl-C or SIGTERM has the status `interrupted`; its checkpoint is written.
+        A run that was given up, because its loss stayed NaN, has `gave_up`; no model is saved.
 
     Raises:
         UserError: the recipe asks for what this machine or its data cannot give; raised before training.
         OutOfMemory: with the batch size that failed and the next one to try.
+        CheckpointError: `save` is taken by another run or full, or its checkpoints are damaged or of another run.
     """
     seed = recipe.seed if seed is None else seed
     device = "gpu" if torch.cuda.is_available() else "cpu"
@@ -92,28 +96,52 @@ def run(
     report = report if dist.get_global_rank() == 0 else None
     say = (lambda text: report(Progress("data", message=text))) if report else None
 
-    task = build_task(recipe.task, recipe.model, seed=seed, progress=say)
-    reproducibility.seed_all(seed)
-    model = build_model(recipe.model, task, seed=seed)
-    composer_model = HuggingFaceModel(
-        model, tokenizer=task.tokenizer, use_logits=True, metrics=[], eval_metrics=_metrics(task, model.config)
-    )
-    with _stop_on_interrupt() as interrupted, _collect_warnings() as caught:
-        measurement = Measurement(report, lambda: compile_statistics()["compile_seconds"], interrupted.is_set)
-        trainer = _trainer(
-            recipe, seed, device, composer_model, task, algorithms, measurement, save, resume, checkpoint_interval
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if save is not None:
+            stack.enter_context(exclusive(Path(save)))
+            checkpoints = Checkpoints(Path(save), recipe, seed)
+            if resume:
+                checkpoints.find()
+        task = build_task(recipe.task, recipe.model, seed=seed, progress=say)
+        reproducibility.seed_all(seed)
+        with _explained_out_of_memory(recipe):
+            model = build_model(recipe.model, task, seed=seed)
+        composer_model = HuggingFaceModel(
+            model, tokenizer=task.tokenizer, use_logits=True, metrics=[], eval_metrics=_metrics(task, model.config)
         )
-        try:
-            with _explained_out_of_memory(recipe):
+        if checkpoints is not None:
+            checkpoints.check(composer_model)
+            checkpoints.begin()
+        interrupted, caught = stack.enter_context(_stop_on_interrupt()), stack.enter_context(_collect_warnings())
+        measurement = Measurement(report, lambda: compile_statistics()["compile_seconds"], interrupted.is_set)
+        with _explained_out_of_memory(recipe):
+            trainer = _trainer(
+                recipe, seed, device, composer_model, task, algorithms, measurement, checkpoints, checkpoint_interval
+            )
+        stack.callback(trainer.close)
+        finished = _finished(trainer)
+        with _explained_out_of_memory(recipe, measurement):
+            if finished:
+                if recipe.evaluate:
+                    trainer.eval()
+            else:
                 trainer.fit()
-            result = _result(recipe, seed, trainer, measurement, task)
-            result.pretrained = task.pretrained
-            result.warnings = list(dict.fromkeys(caught))
-            if save is not None and not measurement.interrupted and dist.get_global_rank() == 0:
+        result = _result(recipe, seed, trainer, measurement, task)
+        if finished:
+            result.reason = "the checkpoint was at the end of the training already"
+        result.pretrained = task.pretrained
+        result.warnings = list(dict.fromkeys(caught))
+        if save is not None and result.status == "ok" and not result.gave_up and dist.get_global_rank() == 0:
+            with writing(Path(save)):
                 _save_model(model, task, Path(save))
-        finally:
-            trainer.close()
     return result
+
+
+def _finished(trainer: Trainer) -> bool:
+    """Whether a checkpoint was loaded that leaves nothing to train; Composer's `fit` raises then."""
+    duration = trainer.state.max_duration
+    return duration is not None and trainer.state.timestamp.get(duration.unit) >= duration
 
 
 def _trainer(
@@ -124,20 +152,10 @@ def _trainer(
     task: Task,
     algorithms: list[Any],
     measurement: Measurement,
-    save: str | Path | None,
-    resume: bool,
+    checkpoints: Checkpoints | None,
     checkpoint_interval: str,
 ) -> Trainer:
-    checkpoints: dict[str, Any] = {}
-    if save is not None:
-        checkpoints = {
-            "run_name": recipe.name.replace("/", "-"),
-            "save_folder": str(Path(save) / "checkpoints"),
-            "save_interval": checkpoint_interval,
-            "save_num_checkpoints_to_keep": 2,
-            "autoresume": resume,
-            "save_overwrite": not resume,
-        }
+    saving = [] if checkpoints is None else [checkpoints.saver(checkpoint_interval)]
     evaluation: dict[str, Any] = {}
     if recipe.evaluate:
         evaluation = {
@@ -153,7 +171,10 @@ def _trainer(
         max_duration=recipe.duration,
         device_train_microbatch_size=recipe.microbatch_size,
         algorithms=algorithms,
-        callbacks=[measurement, _Epoch(task)],
+        callbacks=[measurement, _Epoch(task), *saving],
+        load_path=checkpoints.load_path if checkpoints else None,
+        load_progress_bar=False,
+        run_name=recipe.name.replace("/", "-"),
         loggers=[getattr(composer.loggers, name)(**kwargs) for name, kwargs in recipe.loggers.items()],
         precision="fp32",  # on a GPU the Trainer's own default is fp16; MixedPrecision says what the recipe wants
         device=device,
@@ -162,7 +183,6 @@ def _trainer(
         log_to_console=False,
         auto_log_hparams=False,
         **evaluation,
-        **checkpoints,
     )
 
 
@@ -252,6 +272,7 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
         evidence={a.key(): dict(a.evidence) for a in state.algorithms if hasattr(a, "evidence")},
     )
     if measurement.gave_up:
+        result.gave_up = True
         result.reason = f"unstable: ended after step {len(losses)}, the loss stayed without a finite value"
     if losses:
         result.final_loss = sum(losses[-(tail := max(1, len(losses) // 10)) :]) / tail
@@ -296,42 +317,62 @@ def _save_model(model: Any, task: Task, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained_out_of_memory(recipe: Recipe) -> Iterator[None]:
-    size = recipe.microbatch_size or recipe.batch_size
+def _explained_out_of_memory(recipe: Recipe, measurement: Measurement | None = None) -> Iterator[None]:
+    """Say in one line what did not fit; without `measurement`, the model was being built."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         text = str(error).lower()
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not (
-            "out of memory" in text or "can't allocate memory" in text
+            "out of memory" in text or "can't allocate memory" in text or "bad_alloc" in text
         ):
             raise
+        asked = re.search(r"allocate ([\d.]+ [KMG]iB)|allocate (\d+) bytes", str(error))
+        amount = f", asking for {asked[1] or f'{int(asked[2]) / 2**20:,.0f} MiB'}" if asked else ""
+        if measurement is None:
+            raise OutOfMemory(
+                f"{recipe.name} ran out of memory before its first batch{amount}: the model {recipe.model.name} and "
+                "its optimizer do not fit; try a smaller model"
+            ) from error
+        evaluating, micro = measurement.evaluating, recipe.microbatch_size
+        size = (
+            (recipe.eval_batch_size or recipe.batch_size)
+            if evaluating
+            else min(micro or recipe.batch_size, recipe.batch_size)
+        )
         smaller = max(1, size // 2 // 8 * 8 or size // 2)
         advice = f"try microbatch_size={smaller}, which keeps the batch at {recipe.batch_size}"
+        if evaluating:
+            advice = f"try eval_batch_size={smaller}"
         if size == 1:
             advice = "one sample does not fit: try a shorter task.max_length or a smaller model"
-        raise OutOfMemory(f"{recipe.name} ran out of memory with {size} samples a forward pass: {advice}") from error
+        what = "an evaluation pass" if evaluating else "a forward pass"
+        raise OutOfMemory(f"{recipe.name} ran out of memory with {size} samples {what}{amount}: {advice}") from error
 
 
 @contextlib.contextmanager
 def _stop_on_interrupt() -> Iterator[threading.Event]:
-    """The first Ctrl-C ends the training after its batch, so that what is done is kept; the second ends it now."""
+    """The first Ctrl-C ends the training after its batch, so that what is done is kept; the second ends it now.
+
+    SIGTERM counts as a first one: a cluster sends it before it takes the machine away, and the `composer` launcher
+    after a Ctrl-C, which the ranks may have heard already.
+    """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = signal.getsignal(signal.SIGINT)
 
     def handle(number: int, frame: Any) -> None:
-        if asked.is_set():
+        if number == signal.SIGINT and asked.is_set():
             raise KeyboardInterrupt
         asked.set()
 
-    signal.signal(signal.SIGINT, handle)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -97,6 +97,7 @@ def make_trainer(tiny_bert):
         optimizer = optimizer or torch.optim.AdamW(composer_model.parameters(), lr=1e-3, weight_decay=0.01)
         loader = torch.utils.data.DataLoader(BatchDataset(rows), batch_size=8)
         kwargs = {
+            "train_dataloader": loader,
             "max_duration": "1ep",
             "device": "cpu",
             "seed": 7,
@@ -107,7 +108,6 @@ def make_trainer(tiny_bert):
             model=composer_model,
             optimizers=optimizer,
             algorithms=list(algorithms),
-            train_dataloader=loader,
             **kwargs,
         )
         trainers.append(trainer)

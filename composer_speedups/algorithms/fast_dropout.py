@@ -5,16 +5,17 @@
 element; a C kernel draws, compares, scales and stores in one pass, on all threads: 0.13 ms for 2^20 bfloat16
 elements on two cores. Backward makes the mask again, so that none is kept in memory.
 
-**Numerics.** The same distribution, other random numbers. The probability is rounded to a multiple of 1/65536 and
-the scale is exact for the rounded one, so the expectation is that of the input. Results are rounded once.
-A dropped NaN or infinity becomes 0, where PyTorch makes it NaN. Keys come from PyTorch's default generator, one draw
-a call: seeds, resumption and gradient checkpointing repeat bit for bit, whatever the number of threads.
+**Numerics.** The same distribution, other random numbers. The probability is rounded to a multiple of 1/65536
+and the scale is exact for the rounded one, so the expectation is that of the input. Results are rounded once. A
+dropped NaN or infinity becomes 0, where PyTorch makes it NaN. Keys come from PyTorch's default generator, one
+draw a call: seeds, resumption and gradient checkpointing repeat bit for bit, whatever the number of threads.
 
-**When it pays.** On the CPU, for every model with dropout. On CUDA PyTorch's dropout is one fused kernel already.
-Dropout inside `scaled_dot_product_attention` is not a module and stays PyTorch's: `Unpadding` has its own attention.
+**When it pays.** On the CPU, for every model with dropout. On CUDA PyTorch's dropout is one fused kernel
+already. Dropout inside `scaled_dot_product_attention` is not a module and stays PyTorch's: `Unpadding` has its
+own attention.
 
-**Needs.** A C compiler (`cc`, `gcc`, `clang` or `$CC`) for full speed, used once for under a second; without one,
-PyTorch's integer operations compute the same masks, bit for bit. Under `TorchCompile` the compiler fuses
+**Needs.** A C compiler (`cc`, `gcc`, `clang` or `$CC`) for full speed, used once for under a second; without
+one, PyTorch's integer operations compute the same masks, bit for bit. Under `TorchCompile` the compiler fuses
 those. Dropout on other devices, of tensor subclasses and under `torch.func` stays PyTorch's.
 
 Source: counter-based generators, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the

@@ -1,16 +1,17 @@
 """Dropout on the CPU with masks from a counter-based hash instead of a generator that must be asked in order.
 
-A mask is a function of two 32-bit keys, drawn once per call from PyTorch's default generator: `torch.manual_seed`,
-checkpoints and gradient checkpointing's `preserve_rng_state` govern it as they govern `torch.nn.Dropout`. Word j is
-a hash of j and the keys and gives 16 bits to each of two elements. So it needs no order, vectorises, is shared
-out among threads without changing the result, and backward makes it again instead of loading it.
+A mask is a function of two 32-bit keys, drawn once per call from PyTorch's default generator:
+`torch.manual_seed`, checkpoints and gradient checkpointing's `preserve_rng_state` govern it as they govern
+`torch.nn.Dropout`. Word j is a hash of j and the keys and gives 16 bits to each of two elements. So it needs no
+order, vectorises, is shared out among threads without changing the result, and backward makes it again instead
+of loading it.
 
 An element is dropped with the probability `realised(p)`, a multiple of 1/65536 (p = 0.1 becomes 0.1000061), and
 the scale is 1 / (1 - realised(p)), so the expectation is that of the input. The products are rounded once;
 PyTorch on the CPU rounds the scale to the input's dtype first (bfloat16 at p = 0.1: 1.1094 for 1.1111).
 
-The work is done by `fast_dropout.c`. `keep_by_torch` is its meaning in PyTorch operations, bit for bit the same:
-it serves where there is no compiler, for other dtypes, and inside `torch.compile`, which fuses it.
+The work is done by `fast_dropout.c`. `keep_by_torch` is its meaning in PyTorch operations, bit for bit the
+same: it serves where there is no compiler, for other dtypes, and inside `torch.compile`, which fuses it.
 """
 
 from __future__ import annotations

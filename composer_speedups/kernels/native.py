@@ -2,8 +2,8 @@
 
 No build system and no headers of PyTorch: a file of plain C takes pointers and sizes, and `ctypes` calls it,
 which releases the GIL. That compiles in under a second, where an extension against PyTorch takes half a minute.
-OpenMP's symbols are left open at link time: they resolve to the runtime that PyTorch has loaded already, so that
-both share one pool of threads. Where there is no compiler, `load` returns None, and the caller has its
+OpenMP's symbols are left open at link time: they resolve to the runtime that PyTorch has loaded already, so
+that both share one pool of threads. Where there is no compiler, `load` returns None, and the caller has its
 PyTorch meaning of the kernel to fall back on. `COMPOSER_SPEEDUPS_NATIVE=0` asks for that, too.
 """
 

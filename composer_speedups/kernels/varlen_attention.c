@@ -9,9 +9,8 @@
 
 static inline uint32_t word(uint32_t j, uint32_t k0, uint32_t k1) {
   uint32_t h = j * 0x9E3779B9u + k0;
-  h ^= h >> 16;
+  h ^= h >> 16 ^ k1;
   h *= 0x7FEB352Du;
-  h ^= k1;
   h ^= h >> 15;
   h *= 0x846CA68Bu;
   return h ^ (h >> 16);

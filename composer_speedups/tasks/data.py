@@ -7,7 +7,7 @@ among all processes of the machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
@@ -143,13 +143,18 @@ class MaskCollator(PadCollator):
 
     mask_id: int = 0
     special: tuple[int, ...] = ()
-    replacements: np.ndarray | None = None
+    replacements: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     probability: float = 0.15
     seed: int = 0
 
     def __post_init__(self) -> None:
         # In shared memory: workers of the data loader that outlive an epoch see the next epoch's number, too.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        if not len(self.replacements):
+            raise ValueError("MaskCollator needs replacements: the ids that a random token is drawn from")
+        # A table: looking 256 ids up in it takes a tenth of the time of numpy.isin.
+        self._maskable = np.ones(max(self.replacements.max(), self.mask_id, *self.special, 0) + 1, bool)
+        self._maskable[list(self.special)] = False
 
     @property
     def epoch(self) -> int:
@@ -170,10 +175,9 @@ class MaskCollator(PadCollator):
 
     def mask(self, row: np.ndarray, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The places to predict in `row` (int64 [length]), and `row` with those masked."""
-        assert self.replacements is not None
         # Philox is counter-based: each (seed, epoch, index) is a stream of its own, at no cost to set up.
         random = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, index, epoch]))
-        allowed = np.flatnonzero(~np.isin(row, self.special))
+        allowed = np.flatnonzero(self._maskable[row])
         count = min(len(allowed), max(1, round(self.probability * len(allowed))))
         places = allowed[np.argsort(random.random(len(allowed)), kind="stable")[:count]]
         kind, draw = random.random((2, count))

@@ -35,9 +35,11 @@ def test_draws_nothing_from_bernoulli_and_saves_no_mask() -> None:
     apply_fast_dropout(layer)
     x = torch.randn(64, 64, requires_grad=True)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            layer(x).sum().backward()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        layer(x).sum().backward()
     assert saved == []
     assert not any("bernoulli" in event.key for event in profile.key_averages())
 

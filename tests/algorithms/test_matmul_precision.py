@@ -140,9 +140,10 @@ def test_restored_when_the_trainer_fails_to_start(make_trainer) -> None:
 
 
 def test_checkpoints_travel_both_ways(make_trainer, tmp_path) -> None:
-    with_it = make_trainer([MatmulPrecision("highest")], save_folder=str(tmp_path / "a"), run_name="a")
+    with_it = make_trainer([MatmulPrecision("highest")], run_name="a")
     with_it.fit()
-    without = make_trainer([], load_path=str(tmp_path / "a" / "latest-rank0.pt"), max_duration="2ep", run_name="b")
+    with_it.save_checkpoint(str(tmp_path / "a.pt"))
+    without = make_trainer([], load_path=str(tmp_path / "a.pt"), max_duration="2ep", run_name="b")
     without.fit()
     without.save_checkpoint(str(tmp_path / "b.pt"))
     make_trainer([MatmulPrecision("highest")], load_path=str(tmp_path / "b.pt"), max_duration="3ep").fit()

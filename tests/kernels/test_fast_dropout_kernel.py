@@ -57,7 +57,12 @@ def check_bits(keep) -> None:
     # Independence of masks: keys drawn one after the other, and first keys that make the words overlap.
     torch.manual_seed(0)
     first, second = KEYS
-    for keys in ((first, 77), (first + 1, second), ((first + 0x9E3779B9) % (1 << 32), 78), *(draw_keys() for _ in "9" * 9)):
+    for keys in (
+        (first, 77),
+        (first + 1, second),
+        ((first + 0x9E3779B9) % (1 << 32), 78),
+        *(draw_keys() for _ in "9" * 9),
+    ):
         other = keep(n, keys, 32768).double() * 2 - 1
         for shift in (0, 1, 2):
             r = float((one[shift:] * other[: n - shift]).mean())

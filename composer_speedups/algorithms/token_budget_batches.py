@@ -1,0 +1,171 @@
+"""TokenBudgetBatches: each batch has about the same number of real tokens instead of the same number of samples.
+
+**Why it is faster.** Once padding is not computed on (`Unpadding`), a batch costs what its tokens cost. With a
+fixed number of samples the tokens vary, and memory must fit the worst batch. With a fixed number of tokens all
+steps and all ranks are equally full: the device is used evenly, and the mean batch can be as large as memory
+allows.
+
+**Numerics.** Each sample comes exactly once an epoch, in random order, and weighs the same: the gradient of a
+step with n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not
+lose weight to long ones (the logged loss stays the batch's mean). With one label a token, as in MLM, the loss
+is a mean over tokens, of which batches hold equally many: no scale is needed but the one that undoes Composer's
+weighting of ranks by samples. `weighting="batch"` leaves all batches alike, as Composer would.
+
+**When it pays.** Together with `Unpadding`, on one rank to even out memory, on several to even out time. On
+padded models use `LengthGroupedBatches`.
+
+**Needs.** A `DataLoader` with `batch_size` over a map-style dataset of dicts with `attention_mask` or
+`input_ids`, or with `dataset.lengths`. A step's tokens deviate from the budget by less than one sample's. The
+number of steps per epoch is the same in all epochs. `drop_last` is not needed and not kept. Composer's
+`time/sample` counts the samples that there were.
+
+Source: token-budget batches as fairseq's `max_tokens`; sequence packing in ModernBERT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from composer.core import Event, State
+from composer.loggers import Logger
+from torch.utils.data import DataLoader
+
+from composer_speedups.batching import TokenBudgetSampler, check_loader, rebuild, sample_lengths, seed_of, sharing
+from composer_speedups.speedup import SpeedUp, Stage
+
+__all__ = ["TokenBudgetBatches", "apply_token_budget_batches"]
+
+WEIGHTINGS = ("sample", "batch")
+
+
+def apply_token_budget_batches(
+    dataloader: DataLoader, tokens_per_batch: int | None = None, multiple_of: int = 8, seed: int = 0
+) -> DataLoader:
+    """A DataLoader like `dataloader` whose batches hold about `tokens_per_batch` real tokens each.
+
+    `loader.batch_sampler.set_epoch(epoch)` chooses the epoch's order. To weigh samples alike in a loop of your own,
+    scale the loss of a step by its number of samples over their mean number.
+
+    Args:
+        dataloader: with `batch_size`; its dataset, collator and workers are kept.
+        tokens_per_batch: real tokens on each rank; None takes `batch_size` times the mean length.
+        multiple_of: padding is cut to a width that is a multiple of this.
+        seed: of the order, if the loader has no `DistributedSampler` with a seed of its own.
+
+    >>> samples = [{"input_ids": torch.ones(n, dtype=torch.long)} for n in (1, 2, 3, 4) * 8]
+    >>> loader = apply_token_budget_batches(DataLoader(samples, batch_size=8, collate_fn=list), 20)
+    >>> [sum(len(sample["input_ids"]) for sample in batch) for batch in loader]
+    [22, 18, 20, 20]
+    """
+    _check(tokens_per_batch, multiple_of)
+    if isinstance(getattr(dataloader, "batch_sampler", None), TokenBudgetSampler):
+        return dataloader
+    check_loader(dataloader)
+    rank, ranks = sharing(dataloader)
+    lengths = sample_lengths(dataloader.dataset)
+    sampler = TokenBudgetSampler(
+        dataloader.dataset,
+        lengths,
+        tokens=tokens_per_batch or max(1, round(dataloader.batch_size * float(lengths.mean()))),
+        seed=seed_of(dataloader, seed),
+        num_replicas=ranks,
+        rank=rank,
+    )
+    return rebuild(dataloader, multiple_of, batch_sampler=sampler)
+
+
+class TokenBudgetBatches(SpeedUp):
+    """Replace the Trainer's train dataloader as `apply_token_budget_batches` does, at `Event.FIT_START`, and weigh.
+
+    Args:
+        tokens_per_batch: real tokens on each rank; None takes the loader's `batch_size` times the mean length.
+        weighting: `"sample"`: every sample of an epoch weighs the same; `"batch"`: every batch.
+        multiple_of: padding is cut to a width that is a multiple of this.
+
+    >>> TokenBudgetBatches(4096)
+    TokenBudgetBatches(tokens_per_batch=4096, weighting='sample', multiple_of=8)
+    """
+
+    stage = Stage.DATA
+    slot = "batches"
+    events = frozenset({Event.FIT_START, Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD})
+
+    def __init__(self, tokens_per_batch: int | None = None, weighting: str = "sample", multiple_of: int = 8) -> None:
+        _check(tokens_per_batch, multiple_of)
+        if weighting not in WEIGHTINGS:
+            raise ValueError(f"weighting {weighting!r} is not known: choose one of {', '.join(WEIGHTINGS)}")
+        self.tokens_per_batch, self.weighting, self.multiple_of = tokens_per_batch, weighting, multiple_of
+        self._epoch = -1
+        self._samples: list[list[int]] = []  # of each step, on each rank
+        self._microbatch: int | float | None = None
+
+    def install(self, state: State, logger: Logger) -> None:
+        """Nothing yet: the dataloader is not there before `Event.FIT_START`."""
+
+    def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.FIT_START:
+            self._replace_loader(state, logger)
+        elif event is Event.AFTER_DATALOADER:
+            self._fit_microbatch(state)
+        elif event is Event.BEFORE_BACKWARD and self.weighting == "sample":
+            self._weigh(state)
+
+    def _replace_loader(self, state: State, logger: Logger) -> None:
+        self._epoch = -1
+        if isinstance(getattr(state.dataloader, "batch_sampler", None), TokenBudgetSampler):
+            return
+        before = state.dataloader
+        loader = apply_token_budget_batches(before, self.tokens_per_batch, self.multiple_of, state.rank_zero_seed)
+        limit = state.dataloader_len  # less than the loader's where train_subset_num_batches is given
+        limited = limit is not None and int(limit) < len(before)
+        state.set_dataloader(loader, state.dataloader_label, min(int(limit), len(loader)) if limited else -1)
+        state.train_dataloader = state.dataloader
+        # Composer took the loader's batch size if the user gave none; batches are to stay whole then.
+        chosen = state.device_train_microbatch_size
+        self._microbatch = chosen if chosen is not None and chosen < before.batch_size else None
+        lengths = loader.batch_sampler.lengths
+        self.report(
+            logger,
+            len(loader) if lengths.min() < lengths.max() else 0,
+            f"all {len(lengths)} samples have {lengths.max()} tokens: batches are equal already",
+            tokens_per_batch=loader.batch_sampler.tokens,
+            steps_before=len(before),
+            samples_per_batch=round(len(lengths) / len(loader) / loader.batch_sampler.num_replicas, 2),
+        )
+
+    def _fit_microbatch(self, state: State) -> None:
+        """A batch of fewer samples than a microbatch would make Composer warn at each step."""
+        ours = isinstance(getattr(state.dataloader, "batch_sampler", None), TokenBudgetSampler)
+        if ours and isinstance(state.batch, Mapping) and not state.auto_microbatching:
+            samples = len(next(iter(state.batch.values())))
+            state.device_train_microbatch_size = min(self._microbatch or samples, samples)
+
+    def _weigh(self, state: State) -> None:
+        sampler = getattr(state.dataloader, "batch_sampler", None)
+        if not isinstance(sampler, TokenBudgetSampler):
+            return
+        if self._epoch != sampler.epoch:
+            self._epoch = sampler.epoch
+            self._samples = [[len(share) for share in batch] for batch in sampler.batches()]
+        samples = self._samples[int(state.timestamp.batch_in_epoch)]
+        labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
+        if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+            # A mean over tokens, which ranks hold equally many of; Composer weighs ranks by their samples.
+            factor = sum(samples) / len(samples) / samples[sampler.rank]
+        else:
+            factor = sum(samples) * sampler.steps / len(sampler.lengths)
+        losses = state.loss.values() if isinstance(state.loss, Mapping) else [state.loss]
+        for loss in losses if not isinstance(state.loss, tuple | list) else state.loss:
+            if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                loss.register_hook(lambda gradient: gradient * factor)  # the logged loss stays the batch's mean
+
+
+def _check(tokens_per_batch: int | None, multiple_of: int) -> None:
+    for name, value in (("tokens_per_batch", tokens_per_batch), ("multiple_of", multiple_of)):
+        if name == "tokens_per_batch" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is a number of at least 1, not {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")

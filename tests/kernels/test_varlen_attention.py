@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from composer_speedups.kernels import varlen_attention as module
+from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
+from composer_speedups.kernels.native import load
+from composer_speedups.kernels.varlen_attention import Lengths, attention_kernel, varlen_attention
+
+LENGTHS = [7, 1, 0, 33, 16]
+HEADS, WIDTH, P = 3, 8, 0.25
+SEEDS = (0xDEADBEEF, 0x12345678)
+
+
+def inputs(dtype: torch.dtype, device: str = "cpu", queries: list[int] = LENGTHS) -> list[torch.Tensor]:
+    """q, k, v as views of one tensor, as a fused projection gives them, and a gradient."""
+    qkv = torch.randn(sum(LENGTHS), 3, HEADS, WIDTH).to(dtype).to(device)
+    q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(1))
+    q = q[: sum(queries)].detach().requires_grad_()
+    return [q, k, v, torch.randn(q.shape).to(dtype).to(device)]
+
+
+def masks(queries: list[int], keys: list[int]) -> list[torch.Tensor]:
+    """The dropout mask of each sequence, as a factor, by its definition: one hash that runs on over sequences."""
+    out, word = [], 0
+    for n, m in zip(queries, keys, strict=True):
+        size = HEADS * n * m
+        own = ((SEEDS[0] + word * 0x9E3779B9) % 2**32, SEEDS[1])
+        keep = keep_by_torch(size, own, round(realised(P) * 65536))
+        out.append(keep.view(HEADS, n, m).double() / (1 - realised(P)))
+        word += (size + 1) // 2
+    return out
+
+
+def reference(q, k, v, queries: list[int], keys: list[int], dropout: bool, scale: float) -> torch.Tensor:
+    """In float64, one sequence after the other."""
+    out = []
+    spans = zip(q.split(queries), k.split(keys), v.split(keys), masks(queries, keys), strict=True)
+    for qi, ki, vi, mask in spans:
+        p = (torch.einsum("qhd,khd->hqk", qi, ki) * scale).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", p * mask if dropout else p, vi))
+    return torch.cat(out)
+
+
+def check(dtype: torch.dtype, queries: list[int] = LENGTHS, p: float = P, scale: float | None = None) -> None:
+    q, k, v, gradient = inputs(dtype, queries=queries)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = reference(*wide, queries, LENGTHS, p > 0, WIDTH**-0.5 if scale is None else scale)
+    expected.backward(gradient.double())
+    out = varlen_attention(q, k, v, Lengths.of(queries), Lengths.of(LENGTHS), p, scale)
+    out.backward(gradient)
+    # Scores, probabilities and the gradient of each are stored in `dtype`: four roundings of values that are then
+    # summed with weights of at most a few units. bf16 scores of size s are off by s ulp/2, and so is exp of them
+    # relatively: |s| stays below 8 here. The same bound serves gradients, whose terms are products of two such.
+    ulp = max(torch.finfo(dtype).eps, 1e-13)
+    torch.testing.assert_close(out.double(), expected, rtol=8 * ulp, atol=8 * ulp)
+    for x, y in zip((q, k, v), wide, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=16 * ulp, atol=32 * ulp)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "draw_keys", lambda: SEEDS)
+
+
+@pytest.fixture(params=["C", "PyTorch"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The pass between the products by either implementation."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr(module, "native", lambda: None)
+    elif load("varlen_attention") is None:
+        pytest.skip("no C compiler on this machine")
+    return request.param
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("p", [0.0, P])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_matches_float64(dtype: torch.dtype, p: float, threads: int, passes: str, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_WORTHWHILE", 0)  # several threads however small the work
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(dtype, p=p)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_other_queries_than_keys_and_own_scale(dtype: torch.dtype, passes: str) -> None:
+    check(dtype, queries=[1, 1, 0, 1, 1], scale=0.2)
+
+
+def test_what_was_built_is_used() -> None:
+    assert (load("varlen_attention") is None) == (module.native() is None), "C and PyTorch passes do not agree"
+
+
+def test_scores_of_any_size(passes: str) -> None:
+    q = torch.full((5, 1, 8), 1e4)  # exp would overflow without the row's maximum taken off
+    k = torch.linspace(-1, 1, 5)[:, None, None].expand(5, 1, 8)
+    v = torch.arange(5.0)[:, None, None].expand(5, 1, 8)
+    lengths = Lengths.of([5])
+    torch.testing.assert_close(varlen_attention(q, k, v, lengths, lengths), torch.full((5, 1, 8), 4.0))
+
+
+def test_nan_stays_in_its_sequence(passes: str) -> None:
+    x = torch.randn(10, 1, 8)
+    x[2, 0, 0] = math.nan
+    lengths = Lengths.of([4, 6])
+    out = varlen_attention(x, x, x, lengths, lengths)
+    assert out[:4].isnan().any() and not out[4:].isnan().any()
+
+
+def test_dropout_has_the_stated_probability_and_mean() -> None:
+    size = 400
+    lengths, v = Lengths.of([size]), torch.ones(size, 1, 8)
+    q = torch.zeros(size, 1, 8)  # all probabilities are 1 / size: the output is (kept share) / (1 - p)
+    out = varlen_attention(q, q, v, lengths, lengths, 0.1)[:, 0, 0]
+    # The mean of 160,000 Bernoulli draws, over 0.9, has a standard deviation of 0.3 / 400 / 0.9 = 0.00083.
+    assert abs(out.mean().item() - 1) < 5 * 0.00083
+    assert out.std().item() == pytest.approx(0.3 / 20 / 0.9, rel=0.2)  # rows are independent
+
+
+def test_dropout_follows_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    x, lengths = torch.randn(9, 1, 8), Lengths.of([9])
+
+    def draw(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return varlen_attention(x, x, x, lengths, lengths, 0.5)
+
+    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_padded_path_matches(dtype: torch.dtype) -> None:
+    q, k, v, gradient = inputs(dtype)
+    lengths = Lengths.of(LENGTHS)
+    expected = reference(q.double(), k.double(), v.double(), LENGTHS, LENGTHS, False, 0.3)
+    want = torch.autograd.grad(expected, (q, k, v), gradient.double())
+    out = module._padded(q, k, v, lengths, lengths, 0.0, 0.3)
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), expected, rtol=16 * ulp, atol=16 * ulp)
+    for x, y in zip(torch.autograd.grad(out, (q, k, v), gradient), want, strict=True):
+        torch.testing.assert_close(x, y, rtol=32 * ulp, atol=32 * ulp)
+
+
+def test_compiled_code_calls_one_opaque_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, gradient = inputs(torch.float64)
+    seeds, host = torch.tensor(SEEDS), torch.tensor(LENGTHS, dtype=torch.int32)
+    arguments = (host, host, seeds, P, 0.3)
+    torch.library.opcheck(module._opaque, (q, k, v, *arguments))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(q, k, v):
+        return module._opaque(q, k, v, *arguments)
+
+    out, expected = compiled(q, k, v), reference(q, k, v, LENGTHS, LENGTHS, True, 0.3)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    want = torch.autograd.grad(expected, (q, k, v), gradient)
+    for x, y in zip(torch.autograd.grad(out, (q, k, v), gradient), want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+def _leaks(queries, keys, heads):  # all sequences in one
+    return [module._Span(slice(0, sum(queries)), slice(0, sum(keys)), 0, heads * sum(queries) * sum(keys))]
+
+
+def _other_mask_in_backward(gradient, p, kept, dropout, scale, right=module._softmax_backward):
+    return right(gradient, p.roll(1, -1).abs().copysign(p), kept, dropout, scale)
+
+
+def _no_scale_in_backward(gradient, p, kept, dropout, scale, right=module._softmax_backward):
+    return right(gradient, p, kept, dropout, 1.0)
+
+
+def _mask_forgotten_in_backward(gradient, p, kept, dropout, scale, right=module._softmax_backward):
+    return right(gradient, p.abs(), kept, dropout, scale)
+
+
+def _wrong_scale(scores, kept, seeds, dropout, scale, right=module._softmax):
+    return right(scores, kept, seeds, dropout, scale * 1.1)
+
+
+def _same_mask_for_all(scores, kept, seeds, dropout, scale, right=module._softmax):
+    return right(scores, kept, SEEDS, dropout, scale)
+
+
+@pytest.mark.parametrize(
+    "name, mutant",
+    [
+        ("_spans", _leaks),
+        ("_softmax", _wrong_scale),
+        ("_softmax", _same_mask_for_all),
+        ("_softmax_backward", _other_mask_in_backward),
+        ("_softmax_backward", _mask_forgotten_in_backward),
+        ("_softmax_backward", _no_scale_in_backward),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_planted_fault_is_found(dtype: torch.dtype, name: str, mutant, monkeypatch) -> None:
+    check(dtype)
+    monkeypatch.setattr(module, name, mutant)
+    with pytest.raises(AssertionError, match="not close"):
+        check(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_cuda_matches_float64(dtype: torch.dtype) -> None:
+    q, k, v, gradient = inputs(dtype, "cuda")
+    wide = [x.detach().cpu().double().requires_grad_() for x in (q, k, v)]
+    expected = reference(*wide, LENGTHS, LENGTHS, False, WIDTH**-0.5)
+    expected.backward(gradient.cpu().double())
+    lengths = Lengths.of(LENGTHS, "cuda")
+    assert attention_kernel(q) == "padded sdpa" if dtype == torch.float32 else "flash" in attention_kernel(q)
+    out = varlen_attention(q, k, v, lengths, lengths)
+    out.backward(gradient)
+    ulp = max(torch.finfo(dtype).eps, 1e-6)  # as on the CPU; float32 products may be in another order
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=8 * ulp, atol=8 * ulp)
+    for x, y in zip((q, k, v), wide, strict=True):
+        torch.testing.assert_close(x.grad.cpu().double(), y.grad, rtol=16 * ulp, atol=32 * ulp)
+
+
+@pytest.mark.gpu
+def test_cuda_dropout_is_the_same_in_backward() -> None:
+    size = 256
+    q = torch.zeros(size, 1, 64, device="cuda", dtype=torch.bfloat16)
+    v = torch.ones_like(q).requires_grad_()
+    lengths = Lengths.of([size // 2, size // 2], "cuda")
+    out = varlen_attention(q, q, v, lengths, lengths, 0.5)
+    out.sum().backward()
+    # sum(out) is linear in v, all ones: it equals the sum of the gradient if both saw one mask. Without, the two
+    # would be off by the spread of 2 * 128^2 draws, times 64: thousands of times these roundings' mean.
+    assert out.std() > 0
+    torch.testing.assert_close(out.float().sum(), v.grad.float().sum(), rtol=2e-3, atol=0)

@@ -1,0 +1,131 @@
+"""Trains with every speed-up on as many ranks as there are; started by torchrun, and imported for one rank.
+
+`python -m torch.distributed.run --nproc-per-node 2 tests/ranks_worker.py OUT ddp|fsdp2 [KEY...]` writes to OUT, as
+JSON: key -> losses of the steps, whether the ranks' weights agree, the trained weights' checksum, or the error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch
+from contract import batch, bert, case
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from composer_speedups import registry
+from composer_speedups.errors import UserError
+
+ROWS, GLOBAL_BATCH = 32, 8
+PLAIN = "none"  # no speed-up at all: what the ranks do by themselves
+
+
+class Samples(Dataset):
+    """Rows whose losses can be averaged over ranks: in the token tasks each has two labels, as a mean over tokens
+    is the mean over ranks only if the ranks have equally many."""
+
+    def __init__(self, head: str) -> None:
+        self.data = batch(head, rows=ROWS)
+        if head != "classification":
+            labels = torch.full_like(self.data["labels"], -100)
+            labels[:, :2] = torch.randint(0, 3, (ROWS, 2), generator=torch.Generator().manual_seed(1))
+            self.data["labels"] = labels
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: column[index] for name, column in self.data.items()}
+
+
+def train(key: str, strategy: str = "ddp") -> dict[str, Any]:
+    """Four steps with the speed-up `key`, each on the same eight rows whatever the number of ranks."""
+    from composer import Callback, Trainer
+    from composer.models import HuggingFaceModel
+    from composer.utils import dist
+
+    losses: list[float] = []
+
+    class Losses(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            losses.append(state.total_loss_dict["loss/train/total"])
+
+    ranks = dist.get_world_size()
+    head = case(key).head
+    model = HuggingFaceModel(bert(head), metrics=[], use_logits=True)
+    before = torch.cat([p.detach().flatten().clone() for p in model.model.parameters()])
+    parallelism: dict[str, Any] = {}
+    if strategy == "fsdp2":
+        from composer.utils.parallelism import FSDP2Config, ParallelismConfig
+
+        # Two block-level units and the rest, as a user of FSDP2 would have it.
+        for layer in model.model.bert.encoder.layer:
+            layer._fsdp_wrap = True
+        parallelism = {
+            "parallelism_config": ParallelismConfig(fsdp2=FSDP2Config(mixed_precision="FULL", state_dict_type="full"))
+        }
+    samples = Samples(head)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, foreach=False),
+        algorithms=[] if key == PLAIN else [registry.build(key, **arguments(key, ranks))],
+        callbacks=[Losses()],
+        train_dataloader=DataLoader(
+            samples, batch_size=GLOBAL_BATCH // ranks, sampler=DistributedSampler(samples, ranks, dist.get_global_rank())
+        ),
+        max_duration="4ba",
+        device="cpu",
+        precision="fp32",
+        seed=7,
+        dist_timeout=60,
+        progress_bar=False,
+        loggers=[],
+        **parallelism,
+    )
+    try:
+        trainer.fit()
+        full = []
+        for p in model.model.parameters():
+            value = p.full_tensor() if hasattr(p, "full_tensor") else p
+            full.append(value.detach().flatten().float())
+        weights = torch.cat(full)
+    finally:
+        trainer.close()
+    everywhere = dist.all_gather_object(weights) if ranks > 1 else [weights]
+    return {
+        "losses": losses,
+        "agree": all(torch.equal(weights, other) for other in everywhere),
+        "weights": weights,
+        "moved": float((weights - before).norm()),
+        "sharded": any(hasattr(p, "full_tensor") for p in model.model.parameters()),
+    }
+
+
+def arguments(key: str, ranks: int) -> dict[str, Any]:
+    """The contract's, but a budget of tokens is per rank."""
+    given = dict(case(key).kwargs)
+    if key == "token_budget_batches":
+        given["tokens_per_batch"] = 128 // ranks
+    return given
+
+
+def main(out: str, strategy: str, keys: list[str]) -> None:
+    from composer.utils import dist
+
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for key in keys:
+        try:
+            results[key] = train(key, strategy)
+        except Exception as error:
+            results[key] = {"error": str(error), "type": type(error).__name__, "clear": isinstance(error, UserError)}
+    if dist.get_global_rank() == 0:
+        torch.save({k: v.pop("weights") for k, v in results.items() if "weights" in v}, f"{out}.pt")
+        with open(out, "w") as file:
+            json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

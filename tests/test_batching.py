@@ -1,0 +1,217 @@
+"""The plans of an epoch, and trimming, without a Trainer."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from composer_speedups.batching import (
+    LengthGroupedSampler,
+    TokenBudgetSampler,
+    TrimPadding,
+    check_loader,
+    sample_lengths,
+)
+from composer_speedups.errors import SpeedUpUnavailable
+
+LENGTHS = np.random.default_rng(0).integers(3, 200, 1003)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, lengths) -> None:
+        self.lengths = np.asarray(lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.full((int(self.lengths[index]),), index + 1)}
+
+
+def grouped(ranks: int = 1, rank: int = 0, drop_last: bool = False, pool: int = 10, lengths=LENGTHS, size: int = 8):
+    return LengthGroupedSampler(
+        Rows(lengths), lengths, batch_size=size, pool=pool, seed=3, drop_last=drop_last, num_replicas=ranks, rank=rank
+    )
+
+
+def budget(ranks: int = 1, rank: int = 0, tokens: int = 2000, lengths=LENGTHS):
+    return TokenBudgetSampler(Rows(lengths), lengths, tokens=tokens, seed=3, num_replicas=ranks, rank=rank)
+
+
+@pytest.mark.parametrize("size, rows", [(8, 1003), (8, 1000), (1003, 1003), (2000, 1003), (1, 7)])
+def test_grouped_epoch_has_every_sample_once(size: int, rows: int) -> None:
+    for epoch in range(3):
+        sampler = grouped(lengths=LENGTHS[:rows], size=size)
+        sampler.set_epoch(epoch)
+        assert sorted(sampler) == list(range(rows)) and len(sampler) == rows
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_ranks_share_a_grouped_epoch(ranks: int, drop_last: bool) -> None:
+    shares = [list(grouped(ranks, rank, drop_last)) for rank in range(ranks)]
+    plain = DistributedSampler(Rows(LENGTHS), num_replicas=ranks, rank=0, drop_last=drop_last)
+    together = sorted(i for share in shares for i in share)
+    assert {len(share) for share in shares} == {len(grouped(ranks, 0, drop_last))}
+    if drop_last:  # whole batches only, none twice
+        assert len(shares[0]) == len(LENGTHS) // (8 * ranks) * 8 and len(set(together)) == len(together)
+    else:
+        assert set(together) == set(range(len(LENGTHS))) and len(together) == len(plain) * ranks
+    # Longest samples of the ranks' batches are neighbours in length.
+    widths = np.array([[LENGTHS[share[i : i + 8]].max() for i in range(0, 320, 8)] for share in shares])
+    assert np.mean(widths.max(0) - widths.min(0)) < 3
+
+
+def test_grouping_leaves_little_padding_and_stays_random() -> None:
+    def padding(batches) -> float:
+        return 1 - LENGTHS.sum() / sum(int(LENGTHS[b].max()) * len(b) for b in batches)
+
+    sampler = grouped()
+    first = sampler.batches()
+    random = np.random.default_rng(1).permutation(len(LENGTHS))
+    assert padding(first) < 0.1 < 0.35 < padding([random[i : i + 8] for i in range(0, 1003, 8)])
+    sampler.set_epoch(1)
+    second = sampler.batches()
+    assert {frozenset(b) for b in first}.isdisjoint({frozenset(b) for b in second})
+    means = np.array([LENGTHS[b].mean() for b in first])
+    # No trend of length over the epoch: the rank correlation of 126 independent values has a deviation of 0.09.
+    assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.3
+    again = grouped()
+    assert list(again) == [int(i) for b in first for i in b]
+
+
+def test_what_is_dropped_is_random() -> None:
+    """Dropping after the sort would drop the shortest samples in every epoch."""
+    dropped = []
+    for epoch in range(40):
+        sampler = grouped(drop_last=True, pool=1000, size=100)
+        sampler.set_epoch(epoch)
+        dropped += sorted(set(range(1003)) - set(sampler))
+    assert len(dropped) == 40 * 3
+    assert abs(LENGTHS[dropped].mean() - LENGTHS.mean()) < 5 * LENGTHS.std() / 120**0.5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_budget_epoch_has_every_sample_once_and_equal_tokens(ranks: int) -> None:
+    steps = set()
+    for epoch in range(5):
+        shares = []
+        for rank in range(ranks):
+            sampler = budget(ranks, rank)
+            sampler.set_epoch(epoch)
+            shares.append(list(sampler))
+            assert len(shares[-1]) == len(sampler)
+        steps.add(len(sampler))
+        assert sorted(i for share in shares for batch in share for i in batch) == list(range(1003))
+        tokens = np.array([[LENGTHS[batch].sum() for batch in share] for share in shares])
+        mean = LENGTHS.sum() / len(sampler)
+        assert (tokens > 0).all()
+        assert np.abs(tokens.sum(0) - mean).max() < LENGTHS.max()
+        assert (tokens.max(0) - tokens.min(0)).max() <= LENGTHS.max()
+    assert len(steps) == 1  # the same in all epochs, as schedules need it
+
+
+def test_budget_that_cannot_work_says_what_would() -> None:
+    with pytest.raises(ValueError, match="take at least 3") as error:
+        budget(tokens=150)
+    least = int(str(error.value).split("at least ")[1].split(",")[0])
+    assert len(budget(tokens=least)) > 1
+    with pytest.raises(ValueError, match="more samples"):
+        budget(ranks=4, lengths=LENGTHS[:3], tokens=10_000)
+    assert len(budget(tokens=10**9)) == 1
+
+
+def test_lengths_of_all_kinds_of_samples() -> None:
+    class Samples(list):
+        pass
+
+    assert sample_lengths(Rows([5, 2])).tolist() == [5, 2]
+    assert sample_lengths(Subset(Rows([5, 2, 7]), [2, 0])).tolist() == [7, 5]
+    masked = Samples(
+        [{"input_ids": torch.zeros(9), "attention_mask": torch.tensor([1] * n + [0] * (9 - n))} for n in (4, 9)]
+    )
+    assert sample_lengths(masked).tolist() == [4, 9]
+    assert sample_lengths(Samples([{"input_ids": [1, 2, 3]}])).tolist() == [3]
+    with pytest.raises(SpeedUpUnavailable, match="`lengths`"):
+        sample_lengths(Samples([(torch.zeros(3), 1)]))
+    with pytest.raises(SpeedUpUnavailable, match="no token"):
+        sample_lengths(Samples([{"input_ids": [1]}, {"input_ids": []}]))
+
+
+def test_loaders_that_cannot_be_regrouped() -> None:
+    rows = Rows([3] * 8)
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    class Own(DataLoader):
+        pass
+
+    for loader, reason in (
+        (Own(rows, batch_size=2), "is a Own"),
+        ([1, 2], "is a list"),
+        (DataLoader(Stream(), batch_size=2), "iterable"),
+        (DataLoader(rows, batch_size=None), "own batches"),
+        (DataLoader(rows, batch_sampler=budget(lengths=np.full(8, 3), tokens=12)), "own batches"),
+        (DataLoader(rows, batch_size=2, sampler=SubsetRandomSampler([1, 2])), "SubsetRandomSampler"),
+        (DataLoader(rows, batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8)), "WeightedRandomSampler"),
+    ):
+        with pytest.raises(SpeedUpUnavailable, match=reason):
+            check_loader(loader)
+
+
+def batch(widths=(3, 9), width: int = 32) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(width)[None] < torch.tensor(widths)[:, None]).long()
+    return {"input_ids": mask * 7, "attention_mask": mask, "labels": torch.arange(len(widths))}
+
+
+def test_trims_what_is_padding_only() -> None:
+    trimmed = TrimPadding(lambda b: b)(batch())
+    assert trimmed["input_ids"].shape == trimmed["attention_mask"].shape == (2, 16)
+    assert trimmed["labels"].tolist() == [0, 1]
+    assert trimmed["attention_mask"].sum() == 12
+    assert TrimPadding(lambda b: b)(batch((3, 32)))["input_ids"].shape == (2, 32)
+    assert TrimPadding(lambda b: b, 64)(batch())["input_ids"].shape == (2, 32)  # never wider than it was
+    assert TrimPadding(lambda b: b)(batch((0, 0)))["input_ids"].shape == (2, 8)
+    left = batch()
+    left = {k: v.flip(1) if v.dim() > 1 else v for k, v in left.items()}
+    assert TrimPadding(lambda b: b)(left)["input_ids"].shape == (2, 32)  # padding on the left stays
+
+
+def test_trims_labels_of_tokens_but_no_label_that_counts() -> None:
+    full = batch()
+    full["labels"] = torch.full((2, 32), -100)
+    full["labels"][0, 1] = 5
+    assert TrimPadding(lambda b: b)(dict(full))["labels"].shape == (2, 16)
+    full["labels"][1, 25] = 5  # beyond the attention mask, but in the loss
+    assert TrimPadding(lambda b: b)(dict(full))["labels"].shape == (2, 32)
+
+
+def test_leaves_alone_what_may_not_be_per_token(caplog) -> None:
+    several = batch()
+    several["labels"] = torch.ones(2, 32)  # 32 classes, and 32 columns by chance
+    out = TrimPadding(lambda b: b)(dict(several))
+    assert out["labels"].shape == (2, 32) and out["input_ids"].shape == (2, 16)
+    unknown = batch() | {"weights": torch.ones(2, 32)}
+    with caplog.at_level("WARNING"):
+        assert TrimPadding(lambda b: b)(dict(unknown))["input_ids"].shape == (2, 32)
+    assert "weights" in caplog.text
+    tensors = (torch.ones(2), torch.ones(2))
+    assert TrimPadding(lambda b: b)(tensors) is tensors
+
+
+def test_pickles_to_workers() -> None:
+    collate = pickle.loads(pickle.dumps(TrimPadding(torch.utils.data.default_collate)))
+    assert collate([{"input_ids": torch.ones(3)}])["input_ids"].shape == (1, 3)
