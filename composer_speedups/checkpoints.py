@@ -194,7 +194,7 @@ class Checkpoints:
                 self.folder.rename(aside)
                 log.warning("the checkpoints of an earlier run are kept in %s", aside)
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".*.partial"):
+            for leftover in self.folder.glob(".partial-*"):
                 leftover.unlink()  # of a run that was killed while it wrote
 
     def saver(self, interval: str) -> Saver:
@@ -221,7 +221,7 @@ class Saver(CheckpointSaver):
         if not all(bool(torch.isfinite(p).all()) for p in state.model.parameters()):
             warnings.warn(f"no checkpoint {target.name}: the weights are not finite; the one before is kept")
             return
-        partial = target.with_name(f".{target.name}.partial")
+        partial = target.with_name(f".partial-{target.name}")
         try:
             with writing(target):
                 checkpoint.save_checkpoint(state, str(partial))  # a collective call: every rank takes part
@@ -245,7 +245,8 @@ def _publish(partial: Path, target: Path) -> None:
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, target)
-    link = target.with_name(f".latest-rank0.pt.{os.getpid()}.partial")
+    link = target.with_name(".partial-latest")
+    link.unlink(missing_ok=True)
     link.symlink_to(target.name)
     os.replace(link, target.with_name("latest-rank0.pt"))
 
@@ -256,62 +257,68 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__
-        text = str(error)
-        # torch's writer loses the errno: "PytorchStreamWriter failed writing file", "basic_ios::clear", ...
-        if not isinstance(error, OSError) and not re.search(
-            r"PytorchStreamWriter|unexpected pos|iostream|file write failed", text
-        ):
+        # torch's writer loses the errno ("PytorchStreamWriter failed writing file", "unexpected pos"), but the file's
+        # own error may be there as the one before.
+        cause = next((e for e in (error, error.__context__) if isinstance(e, OSError) and e.errno), None)
+        if cause is None and not re.search(r"PytorchStreamWriter|unexpected pos|iostream|write failed", str(error)):
             raise
-        reason = (cause.strerror if isinstance(cause, OSError) and cause.strerror else None) or text.partition("\n")[0]
-        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "make room there" if full or not isinstance(cause, OSError) else "name another folder with --save"
+        reason = cause.strerror if cause is not None else str(error).partition("\n")[0]
+        full = cause is None or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+        remedy = "make room there" if full else "name another folder with --save"
         raise CheckpointError(
-            f"{path} cannot be written: {reason}. What was saved before is intact: {remedy} and go on with --resume"
+            f"{path} cannot be written: {reason}. What was saved before is intact: {remedy}"
         ) from error
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Hold `folder` for this run; the lock is the kernel's, and ends with the process however that ends."""
-    held = _on_rank_zero(lambda: _lock(folder))
+    _on_rank_zero(lambda: _lock(folder))
     try:
         yield
     finally:
-        if held is not None and held in _HELD:
-            _HELD.discard(held)
-            os.close(held)
+        descriptor = _HELD.pop(folder, None)
+        if descriptor is not None:
+            (folder / _LOCK).unlink(missing_ok=True)
+            os.close(descriptor)
 
 
-_HELD: set[int] = set()
+_LOCK = ".lock"
+_HELD: dict[Path, int] = {}  # by folder: the open lock file
 
 
 def _close_in_child() -> None:
     # A data-loading worker that outlives a killed run by some seconds must not hold its lock.
     while _HELD:
-        os.close(_HELD.pop())
+        os.close(_HELD.popitem()[1])
 
 
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _lock(folder: Path) -> int:
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise CheckpointError(
-            f"{folder} is in use by another run ({owner or 'unknown process'}): wait for its end, or name another "
-            "folder with --save"
-        ) from None
+def _lock(folder: Path) -> None:
+    path = folder / _LOCK
+    while True:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
+        except BlockingIOError:
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{folder} is in use by another run ({owner or 'which has just begun'}): wait for its end, or name "
+                "another folder with --save"
+            ) from None
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # the run before has just ended and removed the file: take the new one
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    _HELD.add(descriptor)
-    return descriptor
+    _HELD[folder] = descriptor
 
 
 def _on_rank_zero(work: Callable[[], T]) -> T:

@@ -158,6 +158,35 @@ app.command(epilog=ablation.ABLATE_EXAMPLE)(ablation.ablate)
 app.command(epilog=ablation.REPORT_EXAMPLE)(ablation.report)
 
 
+@app.command(
+    "convert-checkpoint",
+    epilog="Example: composer-speedups convert-checkpoint ckpt/ep1-rank0.pt ckpt/ep1-8bit.pt --to adamw_8bit",
+)
+def convert_checkpoint(
+    source: Annotated[Path, typer.Argument(help="A .pt file that Composer's Trainer saved.")],
+    target: Annotated[Path, typer.Argument(help="The file to write.")],
+    to: Annotated[str, typer.Option(help="adamw, decoupled_adamw, bnb_adamw, adamw_8bit or apex_fused_adamw.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write TARGET even if it exists.")] = False,
+    keep_32_bit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Parameters that adamw_8bit keeps in 32 bits. [default: embeddings]"),
+    ] = None,
+    min_8bit_size: Annotated[int, typer.Option(help="adamw_8bit keeps smaller tensors in 32 bits.", min=1)] = 4096,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE.CLASS", help="A class of your own that the file may hold. Only if you trust it."),
+    ] = None,
+) -> None:
+    """Rewrite the optimizer state in a checkpoint, so that another AdamW goes on with its moments."""
+    from composer_speedups import convert
+
+    kept = convert.EMBEDDINGS if keep_32_bit is None else keep_32_bit
+    done = convert.convert_checkpoint(
+        source, target, to, overwrite=overwrite, keep_32_bit=kept, min_8bit_size=min_8bit_size, allow=allow or ()
+    )
+    typer.echo(f"{target}: {done}")
+
+
 def _card(key: str) -> tuple[str, str]:
     """A speed-up's method card and the name of its class, read from its file without importing torch."""
     file = Path(__file__).parent / "algorithms" / f"{key}.py"

@@ -33,7 +33,7 @@ class RecipeError(UserError, ValueError):
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint cannot be written, read, or resumed from, or the output folder is taken."""
+    """A checkpoint cannot be written, read, converted, or resumed from, or the output folder is taken."""
 
 
 class TaskError(UserError, ValueError):

@@ -129,10 +129,13 @@ def _quantize(value: torch.Tensor, qmap: torch.Tensor, number: str) -> dict[str,
 def _dequantize(state: dict[str, Any], number: str) -> torch.Tensor:
     import bitsandbytes.functional as bnb
 
-    codes = state[f"state{number}"]
+    codes, scales = state[f"state{number}"], state[f"absmax{number}"]
+    blocks = -(-codes.numel() // BLOCK_SIZE)
+    if scales.numel() != blocks or state[f"qmap{number}"].numel() != 256:  # the kernel would read beyond them
+        raise ValueError(f"{codes.numel()} elements in 8 bits need {blocks} scales and 256 codes")
     value = bnb.dequantize_blockwise(
         codes.contiguous(),
-        absmax=state[f"absmax{number}"],
+        absmax=scales,
         code=state[f"qmap{number}"],
         blocksize=BLOCK_SIZE,
     )

@@ -8,6 +8,7 @@ steps, so that the learning rate silently stays constant), the GradScaler, FSDP,
 from __future__ import annotations
 
 import functools
+import shlex
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -292,18 +293,29 @@ class OptimizerSpeedUp(SpeedUp):
 
 
 def _refuse_lost_moments(state: State) -> None:
-    """Raise if a checkpoint in mid-training was loaded, and its moments were not.
+    """Raise if a checkpoint in mid-training was loaded, and its moments were not, or were another optimizer's.
 
     Composer stores an optimizer's state under the name of its class, and goes on with empty moments if it finds
-    another name there. The loss then jumps, and nobody knows why.
+    another name there: the loss then jumps, and nobody knows why. torch and bitsandbytes share the name AdamW: then
+    the wrong entries are loaded, and the first step fails.
     """
     optimizer = state.optimizers[0]
-    if is_adamw(optimizer) and state.timestamp.batch.value > 0 and not optimizer.state:
-        raise ConflictError(
-            f"the checkpoint {state.load_path} holds no state of {describe(optimizer)}: it was saved with another "
-            "optimizer. Convert it with `composer-speedups convert-checkpoint`, use that optimizer's speed-up, or "
-            "load the weights alone with load_weights_only=True."
-        )
+    family = _family(optimizer)
+    if family is None or not state.timestamp.batch.value:
+        return
+    entry = "state1" if family == "bnb" else "exp_avg"
+    if optimizer.state and all(entry in moments for moments in optimizer.state.values()):
+        return
+    to = {"torch": "adamw", "decoupled": "decoupled_adamw", "apex": "apex_fused_adamw"}.get(family) or (
+        "adamw_8bit" if type(optimizer).__name__ == "AdamW8bit" else "bnb_adamw"
+    )
+    path = str(state.load_path)
+    target = f"{path.removesuffix('.pt')}-{to}.pt"
+    raise ConflictError(
+        f"the checkpoint {path} holds no state of {describe(optimizer)}: it was saved with another optimizer. Convert "
+        f"it: `composer-speedups convert-checkpoint {shlex.quote(path)} {shlex.quote(target)} --to {to}`; or use that "
+        "optimizer's speed-up; or load the weights alone with load_weights_only=True."
+    )
 
 
 def reassert(optimizer: Optimizer, flags: dict[str, Any]) -> None:

@@ -120,11 +120,17 @@ def mix_in(mixin: type, module: torch.nn.Module) -> None:
 @cache
 def _mixed(mixin: type, cls: type) -> type:
     def reduce(self, protocol):  # the class is made at run time: pickle what it is made of
-        return _rebuild, (mixin, cls), self.__dict__
+        mixins, base = [], type(self)
+        while "_mixture" in vars(base):
+            outer, base = vars(base)["_mixture"]
+            mixins.insert(0, outer)
+        return _rebuild, (base, *mixins), self.__dict__
 
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__reduce_ex__": reduce})
+    body = {"__module__": cls.__module__, "__reduce_ex__": reduce, "_mixture": (mixin, cls)}
+    return type(cls.__name__, (mixin, cls), body)
 
 
-def _rebuild(mixin: type, cls: type) -> torch.nn.Module:
-    new = _mixed(mixin, cls)
-    return new.__new__(new)
+def _rebuild(cls: type, *mixins: type) -> torch.nn.Module:
+    for mixin in mixins:
+        cls = _mixed(mixin, cls)
+    return cls.__new__(cls)

@@ -328,11 +328,11 @@ def _explained_out_of_memory(recipe: Recipe, measurement: Measurement | None = N
         ):
             raise
         asked = re.search(r"allocate ([\d.]+ [KMG]iB)|allocate (\d+) bytes", str(error))
-        amount = f", asking for {asked[1] or f'{int(asked[2]) / 2**20:,.0f} MiB'}" if asked else ""
+        amount = f" (it asked for {asked[1] or f'{int(asked[2]) / 2**20:,.0f} MiB'})" if asked else ""
         if measurement is None:
             raise OutOfMemory(
-                f"{recipe.name} ran out of memory before its first batch{amount}: the model {recipe.model.name} and "
-                "its optimizer do not fit; try a smaller model"
+                f"{recipe.name} ran out of memory before its first batch: the model {recipe.model.name} and "
+                "its optimizer do not fit{amount}; try a smaller model"
             ) from error
         evaluating, micro = measurement.evaluating, recipe.microbatch_size
         size = (
@@ -347,7 +347,7 @@ def _explained_out_of_memory(recipe: Recipe, measurement: Measurement | None = N
         if size == 1:
             advice = "one sample does not fit: try a shorter task.max_length or a smaller model"
         what = "an evaluation pass" if evaluating else "a forward pass"
-        raise OutOfMemory(f"{recipe.name} ran out of memory with {size} samples {what}{amount}: {advice}") from error
+        raise OutOfMemory(f"{recipe.name} ran out of memory with {size} samples {what}: {advice}{amount}") from error
 
 
 @contextlib.contextmanager

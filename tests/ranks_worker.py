@@ -12,10 +12,9 @@ import warnings
 from typing import Any
 
 import torch
-from contract import batch, bert, case
+from contract import batch, bert, case, make
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from composer_speedups import registry
 from composer_speedups.errors import UserError
 
 ROWS, GLOBAL_BATCH = 32, 8
@@ -60,9 +59,8 @@ def train(key: str, strategy: str = "ddp") -> dict[str, Any]:
     if strategy == "fsdp2":
         from composer.utils.parallelism import FSDP2Config, ParallelismConfig
 
-        # Two block-level units and the rest, as a user of FSDP2 would have it.
-        for layer in model.model.bert.encoder.layer:
-            layer._fsdp_wrap = True
+        # Each block a unit of its own, as a user of FSDP2 would have it.
+        model.model.fsdp_wrap_fn = lambda module: type(module).__name__ == "BertLayer"
         parallelism = {
             "parallelism_config": ParallelismConfig(fsdp2=FSDP2Config(mixed_precision="FULL", state_dict_type="full"))
         }
@@ -70,10 +68,12 @@ def train(key: str, strategy: str = "ddp") -> dict[str, Any]:
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, foreach=False),
-        algorithms=[] if key == PLAIN else [registry.build(key, **arguments(key, ranks))],
+        algorithms=[] if key == PLAIN else [make(key)],
         callbacks=[Losses()],
         train_dataloader=DataLoader(
-            samples, batch_size=GLOBAL_BATCH // ranks, sampler=DistributedSampler(samples, ranks, dist.get_global_rank())
+            samples,
+            batch_size=GLOBAL_BATCH // ranks,
+            sampler=DistributedSampler(samples, ranks, dist.get_global_rank()),
         ),
         max_duration="4ba",
         device="cpu",
@@ -101,14 +101,6 @@ def train(key: str, strategy: str = "ddp") -> dict[str, Any]:
         "moved": float((weights - before).norm()),
         "sharded": any(hasattr(p, "full_tensor") for p in model.model.parameters()),
     }
-
-
-def arguments(key: str, ranks: int) -> dict[str, Any]:
-    """The contract's, but a budget of tokens is per rank."""
-    given = dict(case(key).kwargs)
-    if key == "token_budget_batches":
-        given["tokens_per_batch"] = 128 // ranks
-    return given
 
 
 def main(out: str, strategy: str, keys: list[str]) -> None:

@@ -455,7 +455,10 @@ def test_same_seed_same_result(key: str, trainer_for) -> None:
 
 @pytest.mark.parametrize("key", USABLE)
 def test_thirty_steps_end_where_plain_training_ends(key: str, trainer_for) -> None:
-    """The loss after 30 steps on the same data, against the fp32 run's, within 5 % of what training gained."""
+    """The loss after 30 steps on the same data, against the fp32 run's, within 5 % of what training gained.
+
+    Those that choose the batches see the samples in another order, on purpose: as far apart as two seeds, 30 %.
+    """
     head, ends = case(key).head, []
     for algorithms in ([], [make(key)]):
         trainer = trainer_for(algorithms, bert(head), head, rows=40, max_duration="30ba")
@@ -464,7 +467,8 @@ def test_thirty_steps_end_where_plain_training_ends(key: str, trainer_for) -> No
             ends.append(trainer.state.model(batch(head, rows=40))["loss"].item())
     start = bert(head)(**batch(head, rows=40))["loss"].item()
     assert ends[0] < start - 0.02, "plain training must learn, or this compares nothing"
-    assert abs(ends[1] - ends[0]) <= 0.05 * (start - ends[0]) + 1e-3
+    band = 0.3 if key in DATA_KEYS else 0.05
+    assert abs(ends[1] - ends[0]) <= band * (start - ends[0]) + 1e-3
 
 
 # ---- structure

@@ -119,7 +119,11 @@ class _FirstOnly:
         size, dropout = attention.attention_head_size, attention.dropout.p if self.training else 0.0
         q, k, v = (
             linear(x).unflatten(-1, (-1, size))
-            for linear, x in ((attention.query, first), (attention.key, hidden_states), (attention.value, hidden_states))
+            for linear, x in (
+                (attention.query, first),
+                (attention.key, hidden_states),
+                (attention.value, hidden_states),
+            )
         )
         if packed:
             context = varlen_attention(q, k, v, attention_mask.ones(), attention_mask.lengths, dropout)

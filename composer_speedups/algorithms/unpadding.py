@@ -128,7 +128,9 @@ def _kernel(state: State) -> str:
             precision = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(str(state.precision.value))
             if torch.is_autocast_enabled(device.type):
                 precision = torch.get_autocast_dtype(device.type)
-            return attention_kernel(torch.empty(0, 1, module.attention_head_size, device=device, dtype=precision or dtype))
+            return attention_kernel(
+                torch.empty(0, 1, module.attention_head_size, device=device, dtype=precision or dtype)
+            )
     return "none"
 
 
@@ -145,7 +147,9 @@ def _why_not(module: torch.nn.Module) -> str | None:
         return "config.is_decoder is True: attention only to earlier tokens is not for unpadding"
     position = getattr(config, "position_embedding_type", None) or "absolute"
     if position != "absolute":
-        return f"position_embedding_type={position!r} adds to the attention scores, which the fused kernels do not allow"
+        return (
+            f"position_embedding_type={position!r} adds to the attention scores, which the fused kernels do not allow"
+        )
     if getattr(config, "chunk_size_feed_forward", 0):
         return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
     return None

@@ -16,7 +16,6 @@ from composer_speedups.algorithms import fused_layer_norm as module
 from composer_speedups.errors import SpeedUpUnavailable
 
 # torch 2.11's, about what torchmetrics (imported with the first Trainer) does when imported.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 HERE = Path(__file__).parent
 CUDA = torch.device("cuda", 0)

@@ -19,7 +19,6 @@ from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels.attention_kernels import watch_attention
 
 # torch 2.11's, about what torchmetrics (imported with the first Trainer) and DeBERTa do when imported.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 MODERN = int(transformers.__version__.split(".")[0]) >= 5
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

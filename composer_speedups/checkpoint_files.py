@@ -1,0 +1,133 @@
+"""Checkpoint files of anyone's: read without running code from them, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_speedups.errors import CheckpointError
+
+__all__ = ["read_file", "write_file"]
+
+
+def read_file(path: Path, allow: Sequence[str] = ()) -> Any:
+    """What `torch.save` wrote to `path`, as far as it is tensors, plain data and harmless classes.
+
+    Args:
+        path: the file.
+        allow: further classes that may be made from it, as `module.Class`; they are imported.
+
+    Raises:
+        CheckpointError: it is missing, cut off, no such file, or holds objects of other classes.
+    """
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder: sharded checkpoints are not converted, save one with one file")
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    try:
+        if not zipfile.is_zipfile(path):
+            with path.open("rb") as file:
+                cut = file.read(2) == b"PK"
+            what = "is cut off: its end is missing" if cut else "is no checkpoint: torch.save did not write it"
+            raise CheckpointError(f"{path} {what}")
+        with torch.serialization.safe_globals([*_harmless(), *map(_allowed, allow)]):
+            if names := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
+                raise CheckpointError(
+                    f"{path} holds objects of {', '.join(sorted(names))}, which may run code when loaded. If you trust "
+                    f"where the file comes from: {' '.join(f'--allow {n}' for n in sorted(names))}"
+                )
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path} is damaged or no checkpoint: {first}") from error
+
+
+def write_file(content: Any, target: Path, *, overwrite: bool) -> None:
+    """`torch.save` beside `target`, then move: a reader sees the old file or the whole new one.
+
+    Raises:
+        CheckpointError: it exists and `overwrite` is False, or it cannot be written.
+    """
+    try:
+        with _beside(target) as temporary:
+            with open(temporary, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if overwrite:
+                os.replace(temporary, target)
+            else:
+                _move_if_free(temporary, target)
+    except CheckpointError:
+        raise
+    except FileExistsError:
+        raise CheckpointError(f"{target} exists: choose another name, or add --overwrite") from None
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+        raise CheckpointError(f"{target} cannot be written: {reason}") from error
+
+
+def _harmless() -> list[Any]:
+    """Classes beyond torch's own list that Composer writes into checkpoints; making one runs no code of the file."""
+    import datetime
+    from collections import deque
+
+    import numpy as np
+    from torch.torch_version import TorchVersion
+
+    try:
+        from numpy._core import multiarray
+    except ImportError:  # numpy 1
+        from numpy.core import multiarray
+    # numpy's random state is an array. Of its element types all but `object`, which would hold anything.
+    kinds = [c for name, c in vars(np.dtypes).items() if name.endswith("DType") and name != "ObjectDType"]
+    arrays = [np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar, *kinds]
+    return [datetime.timedelta, datetime.datetime, deque, TorchVersion, *arrays]
+
+
+def _allowed(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"--allow {name}: no such class, expected module.Class") from error
+
+
+def _move_if_free(temporary: str, target: Path) -> None:
+    try:
+        os.link(temporary, target)  # unlike a move, it fails if somebody made the target meanwhile
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if target.exists():
+            raise FileExistsError(target) from None
+        os.replace(temporary, target)
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[str]:
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target} cannot be written: there is no folder {target.parent}")
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(name, 0o666 & ~mask)  # mkstemp's files are the user's alone; a checkpoint is like any other file
+    try:
+        yield name
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)

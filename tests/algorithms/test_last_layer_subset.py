@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from composer.algorithms.warnings import NoEffectWarning
+
+from composer_speedups import LastLayerSubset, Unpadding, apply_last_layer_subset, apply_unpadding
+from composer_speedups.algorithms import last_layer_subset as module
+
+PADDING = {"Bert": 0, "Roberta": 1, "Electra": 0}
+
+
+def make(family: str = "Bert", attention: str = "sdpa", **changes: object) -> torch.nn.Module:
+    values = dict(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=40,
+        num_labels=3,
+        pad_token_id=PADDING[family],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    if family == "Electra":
+        attention = "eager"  # 4.53 has no other
+    config = getattr(transformers, f"{family}Config")(**(values | changes))
+    cls = getattr(transformers, f"{family}ForSequenceClassification")
+    model = cls._from_config(config, attn_implementation=attention).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def batch(kind: str = "right", padding_id: int = 0) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(16) < torch.tensor([16, 3, 9, 1, 12])[:, None]).long()
+    if kind == "holes":
+        mask[0, 3:5] = 0
+    ids = torch.where(mask.bool(), torch.randint(5, 64, mask.shape), padding_id)
+    if kind == "left":
+        ids, mask = ids.flip(1), mask.flip(1)
+    out = {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(5) % 3}
+    if kind == "none":
+        del out["attention_mask"]
+    return out
+
+
+def compare(stock: torch.nn.Module, fast: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> None:
+    expected, out = stock(**inputs), fast(**inputs)
+    close = dict(rtol=1e-10, atol=1e-10)  # float64: sums in another order
+    torch.testing.assert_close(out.logits, expected.logits, **close)
+    expected.loss.backward()
+    out.loss.backward()
+    for p, q in zip(stock.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, **close)
+
+
+@pytest.mark.parametrize("kind", ["right", "holes", "left", "none"])
+@pytest.mark.parametrize("order", ["alone", "before", "after"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", PADDING)
+def test_equals_the_whole_layer(family: str, attention: str, order: str, kind: str) -> None:
+    stock = make(family, attention)
+    fast = copy.deepcopy(stock)
+    if order == "after":
+        apply_unpadding(fast)
+    assert apply_last_layer_subset(fast) == 1 and apply_last_layer_subset(fast) == 0
+    if order == "before":
+        apply_unpadding(fast)
+    assert list(fast.state_dict()) == list(stock.state_dict())
+    compare(stock, fast, batch(kind, PADDING[family]))
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_last_feed_forward_sees_one_token_a_row(unpadded: bool) -> None:
+    model, seen = make(), []
+    apply_last_layer_subset(model)
+    if unpadded:
+        apply_unpadding(model)
+    for layer in model.bert.encoder.layer:
+        layer.output.dense.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
+    inputs = batch()
+    model(**inputs)
+    assert seen == [int(inputs["attention_mask"].sum()) if unpadded else 5 * 16, 5]
+
+
+def test_gradient_checkpointing() -> None:
+    stock = make().train()
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    apply_unpadding(fast)
+    fast.gradient_checkpointing_enable()
+    compare(stock, fast, batch())
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_hidden_states_and_attentions_are_whole(unpadded: bool) -> None:
+    stock = make(attention="eager")
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    if unpadded:
+        apply_unpadding(fast)
+    inputs = batch()
+    asked = inputs | {"output_hidden_states": True, "output_attentions": True}
+    for name, value in stock(**asked).items():
+        torch.testing.assert_close(fast(**asked)[name], value, rtol=1e-10, atol=1e-10)
+    fast.config.output_hidden_states = stock.config.output_hidden_states = True
+    torch.testing.assert_close(fast(**inputs).hidden_states, stock(**inputs).hidden_states, rtol=1e-10, atol=1e-10)
+    fast.config.output_hidden_states = stock.config.output_hidden_states = False
+    compare(stock, fast, inputs)  # and afterwards cut again
+
+
+def test_dropout_is_drawn_in_training_only() -> None:
+    model, inputs = make(attention_probs_dropout_prob=0.5), batch()
+    apply_last_layer_subset(model)
+    model.train()
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+    model.eval()
+    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "Model"])
+def test_heads_that_read_every_token_are_left_alone(head: str) -> None:
+    config = make().config
+    config.num_labels = 2
+    assert apply_last_layer_subset(getattr(transformers, f"Bert{head}")(config)) == 0
+
+
+def test_works_inside_a_trainer(make_trainer) -> None:
+    algorithms = [LastLayerSubset(), Unpadding()]
+    make_trainer(algorithms).fit()
+    assert algorithms[0].evidence["changed"] == 1 and algorithms[1].evidence["changed"] == 2
+
+
+def test_warns_when_there_is_no_classifier(make_trainer) -> None:
+    from composer.models import ComposerClassifier
+
+    with pytest.warns(NoEffectWarning, match="no sequence classifier"):
+        make_trainer([LastLayerSubset()], model=ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2))
+
+
+@pytest.mark.parametrize("fault", ["mask", "first"])
+def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
+    stock = make()
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    forward = module._FirstOnly.forward
+    if fault == "mask":
+        monkeypatch.setattr(module._FirstOnly, "forward", lambda self, x, mask=None, *a, **k: forward(self, x))
+    else:
+        monkeypatch.setattr(module._FirstOnly, "forward", lambda self, x, *a, **k: forward(self, x.flip(1), *a, **k))
+    with pytest.raises(AssertionError, match="not close"):
+        compare(stock, fast, batch())

@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import re
+
+import pytest
+import torch
+import transformers
+from composer.algorithms.warnings import NoEffectWarning
+
+from composer_speedups import SDPAttention, Unpadding, apply_unpadding
+from composer_speedups.algorithms import unpadding as module
+from composer_speedups.errors import ConflictError
+from composer_speedups.packing import COUNTS, CountTokens, Packing, count_tokens, counts_of, hand_over
+
+ROWS, LENGTH = 6, 16
+FAMILIES = {"Bert": 0, "Roberta": 1, "XLMRoberta": 1, "Camembert": 1, "Electra": 0}  # and their padding ids
+HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
+
+
+def make(family: str = "Bert", head: str = "ForSequenceClassification", **changes: object) -> torch.nn.Module:
+    values = dict(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=40,
+        num_labels=2,
+        pad_token_id=FAMILIES[family],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    if family == "Electra":
+        values["embedding_size"] = 16
+    config = getattr(transformers, f"{family}Config")(**(values | changes))
+    model = getattr(transformers, family + head)(config).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # no zero bias, no row of zeros for the padding id: they hide faults
+    return model
+
+
+def batch(head: str, padding_id: int = 0, kind: str = "right") -> dict[str, torch.Tensor]:
+    lengths = torch.tensor([16, 3, 9, 1, 12, 7])
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    if kind == "holes":
+        mask[0, 3:5] = mask[2, 1] = 0
+    elif kind == "full":
+        mask = torch.ones_like(mask)
+    ids = torch.where(mask.bool(), torch.randint(5, 64, mask.shape), padding_id)
+    if kind == "left":
+        ids, mask = ids.flip(1), mask.flip(1)
+    out = {"input_ids": ids, "attention_mask": mask}
+    if head == "ForSequenceClassification":
+        out["labels"] = torch.arange(ROWS) % 2
+    elif head in ("ForTokenClassification", "ForMaskedLM"):
+        out["labels"] = torch.where(mask.bool(), ids % 2, -100)
+    return out
+
+
+def visible(out, head: str, mask: torch.Tensor) -> torch.Tensor:
+    """What the model says of real tokens."""
+    if head == "ForSequenceClassification":
+        return out.logits
+    name = {"ForQuestionAnswering": "start_logits", "Model": "last_hidden_state"}.get(head, "logits")
+    return getattr(out, name)[mask.bool()]
+
+
+def compare(stock: torch.nn.Module, fast: torch.nn.Module, head: str, inputs: dict[str, torch.Tensor]) -> None:
+    expected, out = stock(**inputs), fast(**inputs)
+    mask = inputs["attention_mask"]
+    # float64 on both sides: some hundred sums in another order.
+    close = dict(rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(visible(out, head, mask), visible(expected, head, mask), **close)
+    for result in (expected, out):
+        (visible(result, head, mask).sin().sum() + (result.loss if "labels" in inputs else 0)).backward()
+    for (name, p), q in zip(stock.named_parameters(), fast.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["right", "holes", "left", "full"])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_padded_model(family: str, head: str, kind: str) -> None:
+    stock = make(family, head)
+    fast = copy.deepcopy(stock)
+    assert apply_unpadding(fast) == 2 and apply_unpadding(fast) == 0
+    assert list(fast.state_dict()) == list(stock.state_dict())
+    compare(stock, fast, head, batch(head, FAMILIES[family], kind))
+
+
+def test_layers_see_real_tokens_only() -> None:
+    model, seen = make(), []
+    apply_unpadding(model)
+    for layer in model.bert.encoder.layer:
+        layer.output.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[0]))
+    inputs = batch("ForSequenceClassification")
+    model(**inputs)
+    assert seen == [int(inputs["attention_mask"].sum())] * 2
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification"])
+def test_padding_has_no_part_in_anything(head: str) -> None:
+    model, inputs = make(head=head), batch(head)
+    apply_unpadding(model)
+    out = model(**inputs)
+    other = inputs | {"input_ids": torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], 63)}
+    assert torch.equal(model(**other).logits, out.logits)
+    model.zero_grad()
+    model(**other).loss.backward()
+    if head != "ForMaskedLM":  # there the embeddings are the head's weights as well
+        used = other["input_ids"][inputs["attention_mask"].bool()].unique().tolist()
+        rows = model.bert.embeddings.word_embeddings.weight.grad.abs().sum(1).nonzero().flatten().tolist()
+        assert rows == used, "padding got a gradient"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    stock = make(attention_probs_dropout_prob=0.3, hidden_dropout_prob=0.2).train()
+    apply_unpadding(stock)
+    fast = copy.deepcopy(stock)
+    fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    inputs = batch("ForSequenceClassification")
+    for model in (stock, fast):
+        torch.manual_seed(3)
+        model(**inputs).loss.backward()
+    for p, q in zip(stock.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_dropout_is_drawn_in_training_only() -> None:
+    model, inputs = make(attention_probs_dropout_prob=0.5), batch("ForSequenceClassification")
+    apply_unpadding(model)
+    model.train()
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+    model.eval()
+    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+def test_block_compile_without_breaks_or_endless_recompiles() -> None:
+    from torch._dynamo.utils import counters
+
+    stock, head = make(), "ForSequenceClassification"
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    for layer in fast.bert.encoder.layer:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    compare(stock, fast, head, batch(head))
+    counters.clear()
+    for rows in (6, 5, 4, 3):
+        inputs = {name: x[-rows:] for name, x in batch(head).items()}
+        torch.testing.assert_close(fast(**inputs).logits, stock(**inputs).logits, rtol=1e-10, atol=1e-10)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 2, "a graph for each number of tokens"
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "extra, text",
+    [
+        ({"output_attentions": True}, "output_attentions"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"attention_mask": torch.ones(ROWS, LENGTH, LENGTH)}, r"attention mask is \(6, 16, 16\)"),
+    ],
+)
+def test_what_packing_cannot_give_takes_the_stock_forward(extra: dict, text: str, caplog) -> None:
+    head = "ForTokenClassification"
+    stock = transformers.BertForTokenClassification._from_config(make().config, attn_implementation="eager").double()
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    module._warn.cache_clear()
+    inputs = batch(head) | extra
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        out = fast(**inputs)
+        fast(**inputs)
+    assert len(caplog.records) == 1, "said once"
+    assert re.search(text, caplog.text)
+    expected = stock(**inputs)
+    for name in expected:
+        a, b = out[name], expected[name]
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_row_of_padding_only() -> None:
+    inputs = batch("ForTokenClassification")
+    inputs["attention_mask"][1] = 0
+    inputs["labels"][1] = -100
+    model = make(head="ForTokenClassification")
+    apply_unpadding(model)
+    out = model(**inputs)
+    torch.testing.assert_close(out.logits[1], model.classifier.bias.expand(LENGTH, -1))  # of hidden states of zeros
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    compare_to, fast = make(), None  # a classifier reads such a row: it stays the padded model's
+    fast = copy.deepcopy(compare_to)
+    apply_unpadding(fast)
+    inputs["labels"] = torch.arange(ROWS) % 2
+    assert torch.equal(fast(**inputs).logits, compare_to(**inputs).logits)
+
+
+def test_pickles_copies_and_keeps_names(tmp_path) -> None:
+    model, inputs = make(), batch("ForSequenceClassification")
+    apply_unpadding(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
+        assert apply_unpadding(twin) == 0
+    model.save_pretrained(tmp_path)
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).double()
+    torch.testing.assert_close(stock(**inputs).logits, model(**inputs).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_decoders_are_left_alone() -> None:
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**make().config.to_diff_dict() | {"is_decoder": True}))
+    assert apply_unpadding(model) == 0
+
+
+class TestPacking:
+    @pytest.mark.parametrize("kind", ["right", "left", "holes", "full"])
+    def test_there_and_back(self, kind: str) -> None:
+        mask = batch("Model", kind=kind)["attention_mask"]
+        packing, x = Packing.of(mask, count_tokens(mask)), torch.randn(ROWS, LENGTH, 3)
+        assert torch.equal(packing.pack(x), x[mask.bool()])
+        assert torch.equal(packing.pad(packing.pack(x)), x * mask[..., None])
+        assert packing.lengths.host.tolist() == mask.sum(1).tolist()
+
+    def test_counts_travel_with_their_mask_only(self) -> None:
+        examples = [{"attention_mask": torch.tensor(row)} for row in ([1, 1, 0], [0, 1, 1], [0, 0, 0])]
+        inputs = CountTokens(torch.utils.data.default_collate)(examples)
+        assert inputs[COUNTS] == [2, -2, 0]
+        inputs[COUNTS] = [7, 7, 7]  # so that a count read is told from a count made
+        assert hand_over(inputs) and COUNTS not in inputs
+        assert counts_of(inputs["attention_mask"]) == [7, 7, 7]
+        assert counts_of(inputs["attention_mask"].clone()) == [2, -2, 0]
+        assert not hand_over(inputs) and not hand_over([1])
+
+    def test_collator_leaves_strange_batches_alone(self) -> None:
+        assert CountTokens(list)([1]) == [1]
+        four = {"attention_mask": torch.ones(1, 1, 2, 2)}
+        assert CountTokens(lambda x: x)(dict(four)).keys() == four.keys()
+
+
+class TestTrainer:
+    def test_counts_in_the_collator(self, make_trainer, monkeypatch) -> None:
+        algorithm, counted = Unpadding(), []
+        monkeypatch.setattr(
+            module,
+            "counts_of",
+            lambda mask: counted.append(hasattr(mask, "_composer_speedups_counts")) or counts_of(mask),
+        )
+        trainer = make_trainer([algorithm], device_train_microbatch_size=4)
+        collate = trainer.state.train_dataloader.collate_fn
+        trainer.fit()
+        assert algorithm.evidence["changed"] == 2
+        assert algorithm.evidence["kernel"] == "per sequence"
+        assert algorithm.evidence["counted_in_collator"]
+        assert len(counted) == 8 and all(counted), "a count was made anew"
+        assert trainer.state.train_dataloader.collate_fn is collate, "the user's loader is given back"
+
+    def test_trains_as_the_padded_model(self, tiny_bert, make_trainer) -> None:
+        twin = copy.deepcopy(tiny_bert)
+        make_trainer([Unpadding()]).fit()
+        make_trainer([], model=twin).fit()
+        for p, q in zip(tiny_bert.parameters(), twin.parameters(), strict=True):
+            # Adam's first steps have the size of the learning rate whatever the gradient's: where that is nothing but
+            # rounding (keys' biases), 4 steps of 1e-3 may differ in sign.
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=8e-3)
+        close = [(p - q).abs().max() < 1e-5 for p, q in zip(tiny_bert.parameters(), twin.parameters(), strict=True)]
+        assert sum(close) >= 0.9 * len(close)
+
+    def test_is_the_attention(self, make_trainer) -> None:
+        with pytest.raises(ConflictError, match="attention"):
+            make_trainer([Unpadding(), SDPAttention()])
+
+    def test_warns_when_there_is_no_encoder(self, make_trainer) -> None:
+        from composer.models import ComposerClassifier
+
+        with pytest.warns(NoEffectWarning, match="no encoder of bert"):
+            make_trainer([Unpadding()], model=ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2))
+
+
+def _restarts_nowhere(self, ids):  # positions in the packed row, not in the sequence
+    return torch.arange(ids.numel()).clamp(max=39).view(ids.shape)
+
+
+@pytest.mark.parametrize("fault", ["mask", "positions", "types", "qkv", "first"])
+def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
+    head = "ForSequenceClassification"
+    stock = make()
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    inputs = batch(head) | {"token_type_ids": torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 2}
+    compare(stock, fast, head, inputs)
+    stock.zero_grad()
+    fast.zero_grad()
+    if fault == "mask":
+        of = Packing.of
+        monkeypatch.setattr(module.Packing, "of", staticmethod(lambda m, c: of(torch.ones_like(m), [LENGTH] * len(m))))
+    elif fault == "positions":
+        monkeypatch.setattr(module._Unpadded, "_positions", _restarts_nowhere)
+    elif fault == "types":
+        inputs_fast = inputs | {"token_type_ids": None}
+        forward = fast.forward
+        monkeypatch.setattr(fast, "forward", lambda **kw: forward(**inputs_fast))
+    elif fault == "qkv":
+        project = module._PackedAttention.project
+        monkeypatch.setattr(module._PackedAttention, "project", lambda self, x: project(self, x)[::-1])
+    else:
+        monkeypatch.setattr(module.Packing, "first", lambda self, x: x[: self.rows])
+    with pytest.raises(AssertionError, match="close"):
+        compare(stock, fast, head, inputs)
