@@ -1,8 +1,10 @@
 # `make demo` and `make test` set themselves up: a virtual environment and one install, done once, and again
-# when pyproject.toml changes. Both stacks are described in README.md.
+# when pyproject.toml changes or an algorithm is added. Both stacks are described in README.md.
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3,$(shell command -v $(p) >/dev/null 2>&1 && $(p) -c '' 2>/dev/null && echo $(p))))
 PYTHON312 ?= $(firstword $(foreach p,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),$(shell $(p) -c '' 2>/dev/null && echo $(p))))
 WORKERS ?= 2
+# The installed package lists its algorithms: a file more or less there, and it is installed again.
+STAMP := .installed-$(shell ls composer_speedups/algorithms/*.py | cksum | cut -d' ' -f1)
 # Each worker computes on one core; two that use all cores each only stand in each other's way.
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
@@ -15,17 +17,17 @@ help:
 	@echo "make bench        side-by-side measurements against what else one would use"
 	@echo "make lint         ruff"
 
-setup: .venv/.installed
-setup-modern: .venv-modern/.installed
+setup: .venv/$(STAMP)
+setup-modern: .venv-modern/$(STAMP)
 
-.venv/.installed: pyproject.toml
+.venv/$(STAMP): pyproject.toml setup.py
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 not found; name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
 	.venv/bin/uv pip install --quiet --python .venv/bin/python --editable ".[dev]"
 	@touch $@
 
-.venv-modern/.installed: pyproject.toml requirements/modern.txt
+.venv-modern/$(STAMP): pyproject.toml setup.py requirements/modern.txt
 	@test -n "$(PYTHON312)" || { echo "error: Python 3.12 not found; name one: make PYTHON312=/path/to/python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON312) -m venv .venv-modern
 	.venv-modern/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
@@ -50,3 +52,6 @@ lint: setup
 
 clean:
 	rm -rf .venv .venv-modern build *.egg-info
+
+bench: setup
+	.venv/bin/python -m benchmarks.run

@@ -1,7 +1,10 @@
-"""Ships the top-level `recipes/` inside the wheel, as `composer_speedups/recipe_data/`; all else: pyproject.toml."""
+"""What pyproject.toml cannot say: the top-level `recipes/` go into the wheel, as `composer_speedups/recipe_data/`, and
+LLM Foundry finds every algorithm by its key, through an entry point made for each file in `algorithms/`.
+"""
 
 from __future__ import annotations
 
+import ast
 import shutil
 from pathlib import Path
 
@@ -22,4 +25,22 @@ class BuildWithRecipes(build_py):
             shutil.copyfile(source, copy)
 
 
-setup(cmdclass={"build_py": BuildWithRecipes})
+def algorithm_entry_points() -> list[str]:
+    """`fused_adamw = composer_speedups:FusedAdamW` for each file; the class is named as it, but for case and `_`."""
+    points = []
+    for file in sorted(Path(__file__).with_name("composer_speedups").joinpath("algorithms").glob("[!_]*.py")):
+        classes = [n.name for n in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)]
+        named = [name for name in classes if name.lower() == file.stem.replace("_", "")]
+        if len(named) != 1:
+            raise SystemExit(f"{file} must define one class named as the file is, found {classes}")
+        points.append(f"{file.stem} = composer_speedups:{named[0]}")
+    return points
+
+
+setup(
+    cmdclass={"build_py": BuildWithRecipes},
+    entry_points={
+        "console_scripts": ["composer-speedups = composer_speedups.cli:main"],
+        "llmfoundry_algorithms": algorithm_entry_points(),
+    },
+)

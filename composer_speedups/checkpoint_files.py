@@ -39,6 +39,9 @@ def read_file(path: Path, allow: Sequence[str] = ()) -> Any:
                 cut = file.read(2) == b"PK"
             what = "is cut off: its end is missing" if cut else "is no checkpoint: torch.save did not write it"
             raise CheckpointError(f"{path} {what}")
+        with zipfile.ZipFile(path) as file:  # torch's reader does not look at checksums
+            if (bad := file.testzip()) is not None:
+                raise CheckpointError(f"{path} is damaged: its part {bad} does not match its checksum")
         with torch.serialization.safe_globals([*_harmless(), *map(_allowed, allow)]):
             if names := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
                 raise CheckpointError(
@@ -50,7 +53,7 @@ def read_file(path: Path, allow: Sequence[str] = ()) -> Any:
         raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         first = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{path} is damaged or no checkpoint: {first}") from error
 

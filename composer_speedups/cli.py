@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from composer_speedups.ablation import command as ablation
+from composer_speedups.doctor_command import DOCTOR_EXAMPLE, doctor
 from composer_speedups.errors import UserError
 
 __all__ = ["app", "main"]
@@ -156,6 +157,7 @@ def train(
 
 app.command(epilog=ablation.ABLATE_EXAMPLE)(ablation.ablate)
 app.command(epilog=ablation.REPORT_EXAMPLE)(ablation.report)
+app.command(epilog=DOCTOR_EXAMPLE)(doctor)
 
 
 @app.command(

@@ -19,7 +19,7 @@ import torch
 from composer import Trainer
 from composer.core import Callback, DataSpec
 from composer.metrics import CrossEntropy, LanguageCrossEntropy, MaskedAccuracy
-from composer.models import HuggingFaceModel
+from composer.models import HuggingFaceModel, huggingface
 from composer.optim import (
     ComposerScheduler,
     ConstantScheduler,
@@ -107,9 +107,10 @@ def run(
         reproducibility.seed_all(seed)
         with _explained_out_of_memory(recipe):
             model = build_model(recipe.model, task, seed=seed)
-        composer_model = HuggingFaceModel(
-            model, tokenizer=task.tokenizer, use_logits=True, metrics=[], eval_metrics=_metrics(task, model.config)
-        )
+        with _no_search_for_causal_models():
+            composer_model = HuggingFaceModel(
+                model, tokenizer=task.tokenizer, use_logits=True, metrics=[], eval_metrics=_metrics(task, model.config)
+            )
         if checkpoints is not None:
             checkpoints.check(composer_model)
             checkpoints.begin()
@@ -314,6 +315,20 @@ def _save_model(model: Any, task: Task, folder: Path) -> None:
             os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _no_search_for_causal_models() -> Iterator[None]:
+    """Spare each run some seconds: HuggingFaceModel imports every model family there is, to see if ours is causal.
+
+    None is: the tasks here are classification and masked tokens.
+    """
+    search = huggingface._is_registered_causal_lm
+    huggingface._is_registered_causal_lm = lambda model: False
+    try:
+        yield
+    finally:
+        huggingface._is_registered_causal_lm = search
 
 
 @contextlib.contextmanager

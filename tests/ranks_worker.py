@@ -1,7 +1,8 @@
 """Trains with every speed-up on as many ranks as there are; started by torchrun, and imported for one rank.
 
-`python -m torch.distributed.run --nproc-per-node 2 tests/ranks_worker.py OUT ddp|fsdp2 [KEY...]` writes to OUT, as
-JSON: key -> losses of the steps, whether the ranks' weights agree, the trained weights' checksum, or the error.
+`python -m torch.distributed.run --nproc-per-node 2 tests/ranks_worker.py FOLDER [KEY...]` writes FOLDER/ddp and
+FOLDER/fsdp2, as JSON: key -> losses of the steps, whether the ranks' weights agree, and so on, or the error; and
+FOLDER/ddp.pt and FOLDER/fsdp2.pt: key -> the trained weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,9 +117,9 @@ def main(out: str, strategy: str, keys: list[str]) -> None:
             results[key] = {"error": str(error), "type": type(error).__name__, "clear": isinstance(error, UserError)}
     if dist.get_global_rank() == 0:
         torch.save({k: v.pop("weights") for k, v in results.items() if "weights" in v}, f"{out}.pt")
-        with open(out, "w") as file:
-            json.dump(results, file)
+        Path(out).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    for chosen in ("ddp", "fsdp2"):
+        main(f"{sys.argv[1]}/{chosen}", chosen, sys.argv[2:])

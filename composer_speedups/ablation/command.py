@@ -34,18 +34,38 @@ def ablate(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Minutes that one run may take.", min=0.01)] = 120.0,
     retry: Annotated[bool, typer.Option("--retry", help="Make failed and skipped runs again.")] = False,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ladder|leave-one-out|one-at-a-time|pairs",
+            help="Make the rows out of the speed-ups of a recipe or suite: each added to those before; "
+            "the fullest recipe without each; the baseline with each alone; and with every two.",
+        ),
+    ] = None,
+    equal_batch: Annotated[
+        bool,
+        typer.Option("--equal-batch", help="Also measure each row at the baseline's batch size and learning rate."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would run, be skipped, and for how long; run nothing.")
+    ] = False,
 ) -> None:
     """Run recipes side by side, each run in a fresh process, and print what each one brings.
 
     The same command again goes on where it was stopped.
     """
-    from rich.console import Console
-
     from composer_speedups.ablation.study import run_study, show_findings
+    from composer_speedups.ablation.terminal import make_console
 
-    console = Console()
+    console = make_console()
     name, recipes, default = _load(what)
-    chosen = _baseline(baseline, [r.name for r in recipes]) if baseline else default
+    chosen = default
+    if plan is not None or equal_batch:
+        recipes, chosen = _planned(plan, equal_batch, recipes, baseline, default)
+        name = f"{name}-{plan}" if plan else name
+        name += "-equal-batch" if equal_batch else ""
+    elif baseline:
+        chosen = _baseline(baseline, [r.name for r in recipes])
     folder = out if out is not None else Path("runs") / name
     _stop_on_termination()
     result = run_study(
@@ -54,11 +74,15 @@ def ablate(
         out=folder,
         name=name,
         baseline=chosen,
-        command=_command(what, seeds, out, baseline),
+        command=_command(what, seeds, out, baseline, plan, equal_batch),
         timeout=timeout * 60,
         retry=retry,
         console=console,
+        planned=plan is not None,
+        dry_run=dry_run,
     )
+    if dry_run:
+        return
     show_findings(result.findings, console)
     console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
     if result.interrupted:
@@ -72,16 +96,15 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, such as runs/demo.")],
 ) -> None:
     """Print a study's table again, and write its files anew from the store."""
-    from rich.console import Console
-
     from composer_speedups.ablation.output import write_all
     from composer_speedups.ablation.store import Store
     from composer_speedups.ablation.study import show_findings
+    from composer_speedups.ablation.terminal import make_console
 
     folder = run.parent if run.name == "runs.sqlite" else run
     if not folder.is_dir():
         raise UserError(f"no study in {folder}: there is no such folder")
-    console = Console()
+    console = make_console()
     with Store(folder / "runs.sqlite", create=False) as store:
         if not store.recipes():
             raise UserError(f"no study in {folder}: its store is empty")
@@ -135,10 +158,42 @@ def _seeds(first: int, count: int) -> list[int]:
     return [(first + n) % 2**32 for n in range(count)]
 
 
-def _command(what: list[str], seeds: int, out: Path | None, baseline: str | None) -> str:
+def _planned(
+    plan: str | None, equal: bool, recipes: list[Recipe], baseline: str | None, default: str
+) -> tuple[list[Recipe], str]:
+    """The rows that a plan makes of the recipes, and their baseline."""
+    from composer_speedups.ablation.plans import equal_batch, expand, root
+    from composer_speedups.recipes import load_recipe
+
+    names = [recipe.name for recipe in recipes]
+    if baseline and baseline not in names and not any(n.endswith(f"/{baseline}") for n in names):
+        base = load_recipe(baseline, check_arguments=False)
+    elif baseline or len(recipes) > 1:
+        wanted = _baseline(baseline, names) if baseline else default
+        base = recipes[names.index(wanted)]
+    else:
+        base = root(recipes[0])
+    chosen = base.name
+    if plan is not None:
+        recipes, chosen = expand(plan, recipes, base)
+    elif base.name not in names:
+        recipes = [base, *recipes]
+    return equal_batch(recipes, base) if equal else recipes, chosen
+
+
+def _command(
+    what: list[str],
+    seeds: int,
+    out: Path | None,
+    baseline: str | None,
+    plan: str | None = None,
+    equal: bool = False,
+) -> str:
     words: list[Any] = ["composer-speedups", "ablate", *what, "--seeds", seeds]
     words += ["--out", out] if out is not None else []
     words += ["--baseline", baseline] if baseline is not None else []
+    words += ["--plan", plan] if plan is not None else []
+    words += ["--equal-batch"] if equal else []
     return shlex.join(map(str, words))
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups import hardware, registry
-from composer_speedups.errors import RecipeError, UserError
+from composer_speedups.errors import ConflictError, RecipeError, UserError
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -29,7 +29,9 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     """Look before anything runs: the environment, the attainable speed, and which recipes cannot run here.
 
     Args:
-        payload: `recipes`: the recipes; `peaks`: by recipe, the precision whose attainable speed is to be measured.
+        payload: `recipes`: the recipes; `peaks`: by recipe, the precision whose attainable speed is to be measured;
+            `planned`: the recipes were put together by a plan: two speed-ups that contradict each other are a row
+            to skip, not the user's mistake.
         report: not used.
 
     Returns:
@@ -43,12 +45,19 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     for recipe in payload["recipes"]:
         try:
             speedups = _build(recipe)
+        except ConflictError as error:
+            if not payload.get("planned"):
+                return answer | {"error": f"{recipe.where('speedups')}: {error}"}
+            answer["skip"][recipe.name] = str(error)
+            continue
         except UserError as error:
             return answer | {"error": str(error)}
-        reasons = ((s.key(), s.unavailable(device)) for s in speedups)
-        reason = next((f"{key}: {why}" for key, why in reasons if why is not None), None)
-        if reason is not None:
-            answer["skip"][recipe.name] = reason
+        reasons = {s.key(): why for s in speedups if (why := s.unavailable(device)) is not None}
+        if reasons:
+            # Inherited speed-ups stand first: the last one is the row's own, and its reason the telling one.
+            *others, (key, why) = reasons.items()
+            also = f" (nor can {', '.join(other for other, _ in others)} be used here)" if others else ""
+            answer["skip"][recipe.name] = f"{key}: {why}{also}"
     for precision in sorted({p for name, p in payload["peaks"].items() if name not in answer["skip"]}):
         try:
             answer["peaks"][precision] = hardware.matmul_peak(device.type, precision)
@@ -76,8 +85,5 @@ def _build(recipe: Recipe) -> Sequence[Any]:
             speedups.append(registry.build(key, **arguments))
         except UserError as error:
             raise RecipeError(f"{recipe.where('speedups', key)}: {error}") from None
-    try:
-        check_combination(speedups)
-    except UserError as error:
-        raise RecipeError(f"{recipe.where('speedups')}: {error}") from None
+    check_combination(speedups)
     return speedups

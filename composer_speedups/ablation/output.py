@@ -1,18 +1,27 @@
-"""Write what a study has found so far: `results.json`, `table.md`, `table.csv`, `report.html`."""
+"""Write what a study has found so far: `results.json`, tables, plots, and the page."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from composer_speedups.ablation.charts import charts
 from composer_speedups.ablation.report import report_html
 from composer_speedups.ablation.rows import build_rows
+from composer_speedups.ablation.statistics import CONFIDENCE, drift
 from composer_speedups.ablation.store import Run, Store
-from composer_speedups.ablation.tables import conditions, csv_table, markdown_table, sentence
+from composer_speedups.ablation.tables import (
+    conditions,
+    csv_table,
+    drift_lines,
+    latex_table,
+    markdown_table,
+    sentence,
+)
 
 __all__ = ["Findings", "findings", "write_all"]
 
@@ -37,11 +46,21 @@ def findings(store: Store) -> Findings:
     environment = next(iter(environments.values()), {})
     rows = build_rows(recipes, runs, study["baseline"], study.get("peaks"), hardware=environment.get("hardware", "cpu"))
     lines = conditions(environment, study, rows, recipes)
+    good = [run for run in runs if run.status == "ok" and run.started and run.result.get("samples_per_second")]
+    trend = drift((run.recipe, run.started or 0.0, run.result["samples_per_second"]) for run in good)
+    lines += drift_lines(trend, [r.result["samples_per_second"] for r in good if r.recipe == study["baseline"]])
+    study = study | {"drift": None if trend is None else asdict(trend), "confidence": CONFIDENCE}
     return Findings(study, environment, recipes, runs, rows, lines, sentence(rows))
 
 
-def write_all(store: Store, folder: Path) -> Findings:
-    """Write every output into `folder`; each file is replaced as a whole, so none is ever half written."""
+def write_all(store: Store, folder: Path, pictures: bool = True) -> Findings:
+    """Write every output into `folder`; each file is replaced as a whole, so none is ever half written.
+
+    Args:
+        store: of the study.
+        folder: where the files go.
+        pictures: the plots as files, too; they take a second, and the page has them anyway.
+    """
     found = findings(store)
     results = {
         "environment": found.environment,
@@ -53,14 +72,21 @@ def write_all(store: Store, folder: Path) -> Findings:
         folder / "table.md", f"# {found.study.get('name', 'study')}\n\n" + markdown_table(found.rows, found.conditions)
     )
     replace(folder / "table.csv", csv_table(found.rows))
-    replace(folder / "report.html", report_html(found))
+    replace(folder / "table.tex", latex_table(found.rows, " ".join(f"{line}." for line in found.conditions)))
+    drawings = charts(found.rows, found.runs)
+    replace(folder / "report.html", report_html(found, drawings))
+    if pictures:
+        (folder / "plots").mkdir(exist_ok=True)
+        for name, drawing in drawings.items():
+            replace(folder / "plots" / f"{name}.svg", drawing.svg())
+            replace(folder / "plots" / f"{name}.png", drawing.png())
     return found
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new one, never a part."""
+def replace(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old content or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)
 
 

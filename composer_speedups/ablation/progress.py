@@ -50,7 +50,7 @@ class Display:
         self._run, self._runs, self._expected = run, runs, expected
         self._started, self._last, self._waiting = time.monotonic(), {}, ""
         if self._live is None:
-            self.console.print(f"{self._position()} {escape(self._label(run))} started{self._left()}", highlight=False)
+            self._say(f"{self._position()} {escape(self._label(run))} started{self._left()}")
         self._draw(force=True)
 
     def progress(self, event: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Display:
     def waiting(self, why: str) -> None:
         """Nothing to do but wait for another process."""
         if why != self._waiting and self._live is None:
-            self.console.print(f"waiting: {why}")
+            self._say(f"waiting: {why}")
         self._waiting, self._run = why, None
         self._draw(force=True)
 
@@ -81,13 +81,21 @@ class Display:
         mark = _MARKS.get(status, f"[red]{status.replace('_', ' ')}[/]")
         text = f"{self._position()} {escape(self._label(run))} {mark}  {', '.join(facts)}"
         self._run = None
-        self.console.print(text + (f"  {escape(reason)}" if reason else ""), highlight=False)
+        self._say(text)
+        if reason:
+            self._say(f"  [dim]{escape(' '.join(reason.split()))}[/]")
 
     def _draw(self, force: bool = False) -> None:
         if self._live is None or (not force and time.monotonic() - self._drawn < 1 / _REDRAW):
             return
         self._drawn = time.monotonic()
-        self._live.update(Text.from_markup(self._line()), refresh=force)
+        line = Text.from_markup(self._line(), overflow="ellipsis")
+        line.no_wrap = True
+        self._live.update(line, refresh=force)
+
+    def _say(self, text: str) -> None:
+        """One line, cut where the terminal ends: what it says in full is in the notes and in the store."""
+        self.console.print(text, highlight=False, no_wrap=True, overflow="ellipsis")
 
     def _line(self) -> str:
         if self._run is None:

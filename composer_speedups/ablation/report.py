@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.ablation.tables import COLUMNS, cell, notes, short_names
+from composer_speedups.ablation.drawing import Drawing
+from composer_speedups.ablation.statistics import CONFIDENCE
+from composer_speedups.ablation.tables import COLUMNS, cell, marked_names, notes, short_names
 
 if TYPE_CHECKING:
     from composer_speedups.ablation.output import Findings
@@ -18,8 +19,19 @@ __all__ = ["report_html"]
 
 Row = Mapping[str, Any]
 
+_FIRST = ("recipe", "speedup", "published", "samples_per_second")
+_CAPTIONS = {
+    "speedups": "Blue is shown to be faster, orange slower, grey neither. Lines are "
+    f"{CONFIDENCE * 100:.0f} % intervals over the seeds; diamonds are the source's figures on its own hardware.",
+    "speed_memory": "Up and left is better. The dashed line joins the recipes that no other one beats in both.",
+    "loss_steps": "Medians over the seeds. What learns as well a step lies on one line.",
+    "loss_seconds": "Medians over the seeds, compiling included: what the user waits for.",
+    "throughput_steps": "Warm-up and compiling are the slow first steps; they are not counted in the table's speeds.",
+    "throughput_seconds": "The same, over the time that has passed.",
+}
 
-def report_html(found: Findings) -> str:
+
+def report_html(found: Findings, drawings: Mapping[str, Drawing]) -> str:
     """The whole page as text."""
     study = found.study
     parts = {
@@ -28,10 +40,10 @@ def report_html(found: Findings) -> str:
         "CONDITIONS": _items(found.conditions),
         "TABLE": _table(found.rows),
         "NOTES": _items(notes(found.rows)),
-        "BASELINE": escape(str(study["baseline"])),
-        "BARS": _bars(found.rows),
-        "COMMAND": escape(study.get("command") or "from Python"),
-        "ENVIRONMENT": escape(json.dumps(found.environment, indent=1)),
+        "CHARTS": _charts(drawings, str(study["baseline"])),
+        "EVIDENCE": _evidence(found.rows),
+        "COMMAND": escape(study.get("command") or "made from Python: composer_speedups.ablation.study.run_study"),
+        "ENVIRONMENT": _facts(found.environment),
     }
     # One pass over the template: what a value contains is never taken for a placeholder.
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -43,18 +55,46 @@ def _items(lines: Sequence[str]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    heads = "".join(f'<th scope="col"><button type="button">{escape(head)}</button></th>' for head, _ in COLUMNS)
+    # On a phone the first columns are all that is seen at once.
+    ordered = sorted(COLUMNS, key=lambda c: _FIRST.index(c[1]) if c[1] in _FIRST else len(_FIRST))
+    columns = [c for c in ordered if c[1] in ("recipe", "verdict") or any(cell(row, c[1]) for row in rows)]
+    heads = []
+    for head, key in columns:
+        words = ' class="words"' if key == "verdict" else ""
+        heads.append(f'<th scope="col"{words}><button type="button">{escape(head)}</button></th>')
     body = []
-    for row in rows:
+    for row, name in zip(rows, marked_names(rows), strict=True):
         cells = []
-        for _, key in COLUMNS:
-            text = escape(cell(row, key))
-            style = ' class="reason"' if key == "verdict" else ""
-            if key == "speedup" and row["speed_verdict"] in ("faster", "slower"):
-                text = f'<span class="{row["speed_verdict"]}">{text}</span>'
-            cells.append(f'<td data-value="{escape(_sort_key(row, key))}"{style}>{text}</td>')
-        body.append(f"<tr{'' if row['seeds'] else ' class=out'}>{''.join(cells)}</tr>")
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+        for _, key in columns:
+            words = ' class="words"' if key == "verdict" else ""
+            cells.append(f'<td data-value="{escape(_sort_key(row, key))}"{words}>{_cell(row, key, name)}</td>')
+        kind = "base" if row.get("baseline") else "" if row["seeds"] else "out"
+        body.append(f'<tr data-recipe="{escape(row["recipe"])}" class="{kind}">{"".join(cells)}</tr>')
+    return f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _cell(row: Row, key: str, name: str) -> str:
+    if key == "recipe":
+        description = row.get("description") or ""
+        more = f"<small>{escape(description)}</small>" if description and description != name else ""
+        # Where a long name may be broken: between its words.
+        parts = re.sub("([_/+])", r"\1<wbr>", escape(name))
+        return f'<span title="{escape(row["recipe"])}">{parts}</span>{more}'
+    text = cell(row, key)
+    if key == "speedup" and row["seeds"]:
+        value, _, interval = text.partition(" ")
+        colour = f' class="{row["speed_verdict"]}"' if row["speed_verdict"] in ("faster", "slower") else ""
+        return f"<span{colour}>{escape(value)}</span>" + (
+            f"<small>{escape(interval.strip('()'))}</small>" if interval else ""
+        )
+    if key == "speedup" and not row["seeds"]:
+        return escape(row["status"])
+    if key == "verdict" and not row["seeds"]:
+        return f"<b>{escape(row['status'])}</b> {escape(row['reason'].removeprefix(f'{name}: '))}"
+    if key == "published":
+        first, *rest = text.split(", ")
+        return escape(first) + "".join(f"<small>{escape(part)}</small>" for part in rest)
+    return escape(text)
 
 
 def _sort_key(row: Row, key: str) -> str:
@@ -64,43 +104,54 @@ def _sort_key(row: Row, key: str) -> str:
     return "" if value is None else str(int(value) if isinstance(value, bool) else value)
 
 
-def _bars(rows: Sequence[Row]) -> str:
-    """Speed-ups as bars from 1, with their intervals and a mark for the published figure."""
-    shown = [
-        (row, name) for row, name in zip(rows, short_names([r["recipe"] for r in rows]), strict=True) if row["speedup"]
-    ]
-    if len(shown) < 2:
-        return "<p>Nothing to compare yet.</p>"
-    values = [1.0]
-    for row, _ in shown:
-        values += [row["speedup"], *(row["speedup_interval"] or [])]
-        values += [v for v in [(row.get("published") or {}).get("speedup")] if v]
-    low, high = min(values), min(max(values), 3 * max(row["speedup"] for row, _ in shown))
-    pad = 0.05 * (high - low) or 0.1
-    left, right, step = 230, 800, 28
+def _charts(drawings: Mapping[str, Drawing], baseline: str) -> str:
+    if not drawings:
+        return ""
+    figures = []
+    for name, drawing in drawings.items():
+        title = f"{drawing.title}, against {baseline}" if name == "speedups" else drawing.title
+        caption = escape(_CAPTIONS.get(name, ""))
+        figures.append(
+            f"<figure><h3>{escape(title)}</h3>{drawing.svg(themed=True)}<figcaption>{caption}</figcaption></figure>"
+        )
+    return f'<h2>Pictures</h2><div class="charts">{"".join(figures)}</div>'
 
-    def x(value: float) -> float:
-        return round(left + (min(value, high) - low + pad) / (high - low + 2 * pad) * (right - left), 1)
 
-    height = step * len(shown) + 30
-    out = [f'<svg viewBox="0 0 900 {height}" role="img" aria-label="Speed-up of every recipe">']
-    out.append(f'<line x1="{x(1)}" x2="{x(1)}" y1="4" y2="{height - 24}" stroke="var(--soft)"/>')
-    out.append(f'<text class="soft" x="{x(1)}" y="{height - 8}" text-anchor="middle">1.00x</text>')
-    for n, (row, name) in enumerate(shown):
-        y = step * n + 8
-        colour = {"faster": "--fast", "slower": "--slow"}.get(row["speed_verdict"], "--same")
-        start, end = sorted((x(1), x(row["speedup"])))
-        label = name if len(name) <= 32 else name[:31] + "…"
-        out.append(f'<text x="{left - 10}" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
-        out.append(f'<rect x="{start}" y="{y + 2}" width="{max(1.0, end - start)}" height="14" fill="var({colour})"/>')
-        if row["speedup_interval"]:
-            a, b = (x(max(low - pad / 2, v)) for v in row["speedup_interval"])
-            out.append(f'<line x1="{a}" x2="{b}" y1="{y + 9}" y2="{y + 9}" stroke="var(--ink)" stroke-width="1.5"/>')
-        published = (row.get("published") or {}).get("speedup")
-        if published:
-            p = x(published)
-            out.append(f'<path d="M{p} {y - 1}l5 10l-5 10l-5-10z" fill="none" stroke="var(--ink)"/>')
-        out.append(f'<text x="{right + 12}" y="{y + 13}">{row["speedup"]:.2f}x</text>')
-    out.append("</svg>")
-    legend = "Lines are 95 % intervals over the seeds; diamonds are the source's figures on its own hardware."
-    return "".join(out) + f'<p class="notes">{legend}</p>'
+def _evidence(rows: Sequence[Row]) -> str:
+    out = []
+    for row, name in zip(rows, short_names([row["recipe"] for row in rows]), strict=True):
+        if not row["seeds"]:
+            continue
+        facts = dict(row["evidence"])
+        idle = row.get("no_effect") or []
+        parts = [f"{key}{': CHANGED NOTHING' if key in idle else ''}" for key in facts]
+        summary = f"<summary><b>{escape(name)}</b> {escape(', '.join(parts) or 'no speed-up')}</summary>"
+        items = {key: ", ".join(f"{k} {v}" for k, v in value.items()) for key, value in facts.items()}
+        if row["kernels"]:
+            items["kernels that ran"] = ", ".join(row["kernels"])
+        if row["warnings"]:
+            items["warnings"] = " | ".join(row["warnings"])
+        inner = "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in items.items())
+        out.append(f"<details>{summary}<dl>{inner}</dl></details>")
+    return "".join(out) or "<p>No run has finished yet.</p>"
+
+
+def _facts(environment: Mapping[str, Any]) -> str:
+    flat = {}
+    for key, value in environment.items():
+        if value in (None, [], {}):
+            continue
+        if key == "memory_bytes":
+            key, value = "memory", f"{value / 2**30:.1f} GiB"
+        elif key == "commit":
+            value = f"{value.get('id')}{'' if value.get('clean') else ', with changes that are in no commit'}"
+        flat[key.replace("_", " ")] = _words(value)
+    return "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in flat.items())
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_words(v)}" for k, v in value.items() if v not in (None, [], {}))
+    if isinstance(value, (list, tuple)):
+        return "; ".join(map(_words, value)) if value and isinstance(value[0], Mapping) else " ".join(map(str, value))
+    return str(value)

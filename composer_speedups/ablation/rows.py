@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from composer_speedups.ablation.statistics import Margins, compare_quality, compare_speed, spread
+from composer_speedups.ablation.statistics import Margins, Noise, compare_quality, compare_speed, pooled_noise, spread
 from composer_speedups.ablation.store import Run
 
 __all__ = ["build_rows", "precision"]
@@ -48,6 +49,7 @@ def build_rows(
     for run in runs:
         by_recipe[run.recipe].append(run)
     base = _good(by_recipe.get(baseline, []))
+    noise = pooled_noise(_by_seed(good, "samples_per_second") for r in by_recipe.values() if (good := _good(r)))
     rows = []
     for name, recipe in recipes.items():
         good = _good(by_recipe[name])
@@ -55,9 +57,11 @@ def build_rows(
         row["baseline"] = name == baseline
         row["precision"] = precision(recipe, hardware)
         row["mfu"] = _mfu(good, (peaks or {}).get(row["precision"]))
-        row |= _speed(good, base, name == baseline)
+        row |= _speed(good, base, name == baseline, noise)
         row |= _quality(good, base, margins, name == baseline)
         rows.append(row)
+    for row in rows:
+        row |= _break_even(row, _reference(row, rows, recipes))
     return rows
 
 
@@ -100,6 +104,7 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "warmup_steps": first.get("warmup_steps"),
         "kernels": sorted({kernel for result in results for kernel in result.get("kernels") or []}),
         "evidence": first.get("evidence") or {},
+        "no_effect": _no_effect(results),
         "pretrained": first.get("pretrained"),
         "warnings": sorted({w for result in results for w in result.get("warnings") or []}),
         "published": recipe.get("published"),
@@ -153,16 +158,66 @@ def _mfu(good: Mapping[int, Run], peak: float | None) -> float | None:
     return statistics.median(flops) / peak if flops and peak else None
 
 
-def _speed(good: Mapping[int, Run], base: Mapping[int, Run], is_baseline: bool) -> dict[str, Any]:
+def _speed(good: Mapping[int, Run], base: Mapping[int, Run], is_baseline: bool, noise: Noise | None) -> dict[str, Any]:
     if is_baseline:
         verdict = "baseline" if good else "not judged"
         value = 1.0 if good else None
         return _speed_fields(value, None, verdict, "", None)
     if not good:
         return _speed_fields(None, None, "not judged", "", None)
-    ratio = compare_speed(*(_by_seed(runs, "samples_per_second") for runs in (good, base)))
+    ratio = compare_speed(*(_by_seed(runs, "samples_per_second") for runs in (good, base)), noise)
     interval = None if ratio.low is None or ratio.high is None else [ratio.low, ratio.high]
     return _speed_fields(ratio.value, interval, ratio.verdict, ratio.note, ratio.seeds_needed)
+
+
+def _no_effect(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The speed-ups that changed nothing, by their own evidence or by Composer's warning."""
+    found = []
+    for result in results:
+        found += [key for key, facts in (result.get("evidence") or {}).items() if (facts or {}).get("changed") == 0]
+        for warning in result.get("warnings") or []:
+            kind, _, text = warning.partition(": ")
+            name = text.partition("(")[0].lower()
+            known = [key for key in result.get("evidence") or {} if key.replace("_", "") == name]
+            found += known if kind == "NoEffectWarning" else []
+    return sorted(set(found))
+
+
+def _reference(
+    row: Mapping[str, Any], rows: Sequence[dict[str, Any]], recipes: Mapping[str, dict[str, Any]]
+) -> dict[str, Any] | None:
+    """What a compiled row is set against: the same recipe without compile if the study has it, else the baseline."""
+
+    def without_compile(name: str) -> dict[str, Any]:
+        kept = {k: v for k, v in recipes[name].items() if k not in ("name", "description", "published")}
+        speedups = {k: v for k, v in (kept.get("speedups") or {}).items() if k != "torch_compile"}
+        return kept | {"speedups": speedups}
+
+    if "torch_compile" in (recipes[row["recipe"]].get("speedups") or {}):
+        for other in rows:
+            plain = "torch_compile" not in (recipes[other["recipe"]].get("speedups") or {})
+            if plain and other["seeds"] and without_compile(other["recipe"]) == without_compile(row["recipe"]):
+                return other
+    return next((other for other in rows if other["baseline"] and other is not row and other["seeds"]), None)
+
+
+def _break_even(row: Mapping[str, Any], reference: Mapping[str, Any] | None) -> dict[str, Any]:
+    """After how many steps, and samples, the gain in speed has paid for the time that compiling took."""
+    facts = (row["evidence"] or {}).get("torch_compile") or {}
+    fields: dict[str, Any] = {
+        "break_even_steps": None,
+        "break_even_samples": None,
+        "break_even_against": reference["recipe"] if reference and row["compile_seconds"] else None,
+        "compile_cached": bool(facts.get("cache_hits")) and not facts.get("cache_misses"),
+    }
+    speeds = (row["samples_per_second"], (reference or {}).get("samples_per_second"))
+    if not row["compile_seconds"] or not all(speeds) or not row["batch_size"]:
+        return fields
+    gain = 1 / speeds[1] - 1 / speeds[0]  # seconds that each sample is sooner done
+    if gain > 0:
+        steps = math.ceil(row["compile_seconds"] / (gain * row["batch_size"]))
+        fields |= {"break_even_steps": steps, "break_even_samples": steps * row["batch_size"]}
+    return fields
 
 
 def _speed_fields(

@@ -124,6 +124,14 @@ class Store:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
 
+    def copy(self, path: Path) -> None:
+        """Write a copy of the store as it is now."""
+        other = sqlite3.connect(path)
+        try:
+            self._db.backup(other)
+        finally:
+            other.close()
+
     # --- The study ---
 
     def begin(self, study: dict[str, Any], recipes: Sequence[tuple[str, dict[str, Any]]]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +22,8 @@ from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.progress import Display
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import DONE, LEASE_SECONDS, Run, Store, StoreError
-from composer_speedups.ablation.tables import notes, short_names, terminal_table
+from composer_speedups.ablation.tables import notes, short_names
+from composer_speedups.ablation.terminal import make_console, terminal_table
 from composer_speedups.errors import UserError
 
 __all__ = ["TIMEOUT", "Entries", "StudyResult", "run_study", "show_findings"]
@@ -66,6 +69,8 @@ def run_study(
     retry: bool = False,
     console: Console | None = None,
     entries: Entries | None = None,
+    planned: bool = False,
+    dry_run: bool = False,
 ) -> StudyResult:
     """Run every recipe with every seed, each in a fresh process, and write the results into `out`.
 
@@ -83,6 +88,8 @@ def run_study(
         retry: make runs again that had failed or were skipped.
         console: where progress is shown.
         entries: what runs in the processes.
+        planned: the recipes were put together by a plan; those that contradict themselves are skipped.
+        dry_run: say what would run, what would be skipped and why, and how long it would take; run and write nothing.
 
     Raises:
         UserError: a recipe is wrong, or `out` cannot be used.
@@ -92,7 +99,7 @@ def run_study(
     if not seeds:
         raise UserError("nothing to study: no seeds. Write --seeds 1 or more")
     entries = entries or Entries()
-    console = console or Console()
+    console = console or make_console()
     names = [recipe.name for recipe in recipes]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
@@ -102,7 +109,11 @@ def run_study(
         raise UserError(f"the baseline {baseline} is none of the recipes: {', '.join(names)}")
     resolved = [(recipe.name, recipe.to_dict()) for recipe in recipes]
     folder = Path(out)
-    with Isolation(entries.train, entries.preload) as isolation, Store(folder / "runs.sqlite") as store:
+    with (
+        Isolation(entries.train, entries.preload) as isolation,
+        _copied(folder) if dry_run else nullcontext(folder) as place,
+        Store(place / "runs.sqlite") as store,
+    ):
         # The order of the baseline comes first: everything is compared with it.
         order = [baseline, *(n for n in names if n != baseline)]
         store.begin({"name": name, "baseline": baseline, "command": command, "created": time.time()}, resolved)
@@ -111,10 +122,13 @@ def run_study(
             store.retry()
         study = _Study(store, isolation, folder, dict(resolved), timeout, console)
         if study.left():
-            study.look(entries.survey, recipes)
+            study.look(entries.survey, recipes, planned)
             study.announce(name, seeds)
         else:
             console.print(f"Nothing left to run: {escape(str(folder))} is complete.")
+        if dry_run:
+            study.show_plan()
+            return StudyResult(folder, findings(store))
         interrupted = False
         try:
             study.work()
@@ -146,13 +160,13 @@ class _Study:
     def left(self) -> int:
         return sum(count for status, count in self.store.counts().items() if status not in DONE)
 
-    def look(self, entry: str, recipes: Sequence[_Recipe]) -> None:
+    def look(self, entry: str, recipes: Sequence[_Recipe], planned: bool) -> None:
         """Ask a fresh process about the machine and the recipes."""
         self.console.print("Looking at this machine ...", style="dim")
         known = self.store.study().get("peaks") or {}
         kind = hardware.hardware()
         wanted = {name: p for name, r in self.recipes.items() if (p := precision(r, kind)) not in known}
-        payload = {"recipes": list(recipes), "peaks": wanted}
+        payload = {"recipes": list(recipes), "peaks": wanted, "planned": planned}
         outcome = self.isolation.run(payload, timeout=600, entry=entry)
         if outcome.value is None:
             raise UserError(f"cannot look at this machine: {outcome.reason}\n{outcome.log}".strip())
@@ -196,6 +210,19 @@ class _Study:
         say(f"To run: {len(left)} runs{about}: {escape(which)}")
         say(f"Results go to {escape(str(self.folder))}", soft_wrap=True)
 
+    def show_plan(self) -> None:
+        """The runs that are left, in the order in which they would be made."""
+        runs = self.store.runs()
+        done = [run for run in runs if run.status in DONE]
+        for number, run in enumerate((run for run in runs if run.status not in DONE), start=1):
+            alone = remaining_seconds([*done, run], self.expected)
+            about = "" if alone is None else f", about {duration(alone)}"
+            recipe = self.recipes[run.recipe]
+            batch = f"batch {recipe.get('batch_size')}, LR {recipe.get('learning_rate'):g}"
+            line = f"  {number}. {self.short[run.recipe]} seed {run.seed}: {batch}{about}"
+            self.console.print(escape(line), highlight=False, no_wrap=True, overflow="ellipsis")
+        self.console.print("Nothing was run: this was a --dry-run.")
+
     def work(self) -> None:
         """Take runs until none is left; write the outputs after each."""
         with Display(self.console, self.short) as display:
@@ -209,7 +236,7 @@ class _Study:
                     time.sleep(1.0)
                     continue
                 self._one(run, display)
-                write_all(self.store, self.folder)
+                write_all(self.store, self.folder, pictures=False)
 
     def _one(self, run: Run, display: Display) -> None:
         runs = self.store.runs()
@@ -236,6 +263,16 @@ class _Study:
             self.store.skip(run.recipe, reason)
         if status == "interrupted":
             raise KeyboardInterrupt
+
+
+@contextmanager
+def _copied(folder: Path) -> Iterator[Path]:
+    """A folder to be thrown away, with a copy of the study in `folder` if there is one."""
+    with tempfile.TemporaryDirectory() as temporary:
+        if (folder / "runs.sqlite").is_file():
+            with Store(folder / "runs.sqlite", create=False) as store:
+                store.copy(Path(temporary) / "runs.sqlite")
+        yield Path(temporary)
 
 
 def _judged(outcome: Outcome) -> tuple[str, str]:

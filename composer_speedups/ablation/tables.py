@@ -5,23 +5,23 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_speedups import hardware
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from composer_speedups.ablation.statistics import CONFIDENCE, Drift
 
 __all__ = [
     "COLUMNS",
     "cell",
     "conditions",
     "csv_table",
+    "drift_lines",
+    "latex_table",
     "markdown_table",
+    "marked_names",
     "notes",
     "sentence",
     "short_names",
-    "terminal_table",
 ]
 
 Row = Mapping[str, Any]
@@ -59,6 +59,22 @@ def conditions(environment: Row, study: Row, rows: Sequence[Row], recipes: Mappi
     return lines
 
 
+def drift_lines(trend: Drift | None, baseline: Sequence[float]) -> list[str]:
+    """The baseline's speed each time it was measured, and what that and all other runs tell of the machine."""
+    if len(baseline) < 2:
+        return []
+    line = f"Baseline re-measured: {', '.join(f'{speed:.4g}' for speed in baseline)} samples/s in order of time"
+    if trend is not None:
+        low, high = 100 * trend.low, 100 * trend.high
+        interval = f"({CONFIDENCE * 100:.0f} % interval {low:+.1f} to {high:+.1f} %)"
+        if trend.shown:
+            word = "slower" if trend.change < 0 else "faster"
+            line += f"; the machine became {abs(trend.change) * 100:.1f} % {word} from first run to last {interval}"
+        else:
+            line += f"; no drift of the machine shown {interval}"
+    return [line]
+
+
 def sentence(rows: Sequence[Row]) -> str:
     """The verdict in a sentence or two."""
     base = next((row for row in rows if row.get("baseline")), None)
@@ -82,7 +98,7 @@ def sentence(rows: Sequence[Row]) -> str:
         low, high = best["speedup_interval"]
         return (
             f"{names[best['recipe']]} is the fastest whose quality holds: {best['speedup']:.2f} times the "
-            f"baseline's speed (95 % interval {low:.2f} to {high:.2f})."
+            f"baseline's speed ({CONFIDENCE * 100:.0f} % interval {low:.2f} to {high:.2f})."
         )
     if fast:
         best = max(fast, key=lambda row: row["speedup"])
@@ -104,38 +120,10 @@ def short_names(names: Sequence[str]) -> list[str]:
     return [name[cut:] for name in names]
 
 
-def terminal_table(rows: Sequence[Row], width: int = 100) -> Table:
-    """The table for a terminal of `width` columns; reasons and notes are in `notes`."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", width=min(width, 100), expand=False)
-    table.add_column("Recipe", overflow="fold", ratio=1)
-    published = any(_published(row) for row in rows)
-    heads = ["Batch", "LR", "Samples/s", "Speed-up"] + ["Publ."] * published
-    for head in (*heads, "Wall s", "Compile", "MB", "Loss", "Acc.", "Stable"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for row, name in zip(rows, short_names([row["recipe"] for row in rows]), strict=True):
-        if not row["seeds"]:
-            blank = [""] * (len(table.columns) - 4)
-            table.add_row(
-                name, _integer(row["batch_size"]), _rate(row["learning_rate"]), row["status"], *blank, style="dim"
-            )
-            continue
-        cells = [_integer(row["batch_size"]), _rate(row["learning_rate"]), _speed(row), _speedup(row)]
-        if published:
-            cells.append(_published(row))
-        style = {"faster": "green", "slower": "red"}.get(row["speed_verdict"], "")
-        cells[3] = f"[{style}]{cells[3]}[/]" if style else cells[3]
-        cells += [
-            _fixed(row["wallclock_seconds"], 1),
-            _fixed(row["compile_seconds"] or None, 1),
-            _fixed(row["peak_memory_bytes"], 0, 1e-6),
-            _fixed(row["final_loss"], 3),
-            _fixed(row["eval_accuracy"], 3),
-            _stable(row),
-        ]
-        table.add_row(name, *cells)
-    return table
+def marked_names(rows: Sequence[Row]) -> list[str]:
+    """Short names; a star marks a row of which a switch did nothing."""
+    names = short_names([row["recipe"] for row in rows])
+    return [f"{name} *" if row.get("no_effect") else name for row, name in zip(rows, names, strict=True)]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -145,7 +133,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     for row, name in zip(rows, names, strict=True):
         if row["reason"]:
             label = row["status"] if not row["seeds"] else "partly failed"
-            reasons.setdefault(f"{label}: {row['reason']}", []).append(name)
+            reasons.setdefault(f"{label}: {row['reason'].removeprefix(f'{name}: ')}", []).append(name)
     lines = [f"{', '.join(who)} {reason}" for reason, who in reasons.items()]
     for row, name in zip(rows, names, strict=True):
         if row["speed_verdict"] == "no difference shown":
@@ -154,9 +142,26 @@ def notes(rows: Sequence[Row]) -> list[str]:
             )
         if row["quality_verdict"] in ("unstable", "quality not shown to hold"):
             lines.append(f"{name}: {row['quality_verdict']}: {row['quality_note']}")
+        if row.get("no_effect"):
+            lines.append(f"* {name}: {', '.join(row['no_effect'])} changed nothing, so this row does not show it")
+        if row.get("compile_seconds") and row["seeds"]:
+            lines.append(_break_even(row, name))
     if any(row["speed_verdict"] == "not judged" and row["seeds"] for row in rows):
         lines.append("Stable ?, speed not judged: one seed tells nothing about the spread; run 3 or more (--seeds 3)")
     return lines
+
+
+def _break_even(row: Row, name: str) -> str:
+    against = short_names([row["recipe"], row["break_even_against"]])[1] if row.get("break_even_against") else ""
+    seconds = f"{name}: compile took {row['compile_seconds']:.1f} s"
+    if row.get("compile_cached"):
+        seconds += " with a filled cache (a first run takes longer)"
+    if row.get("break_even_steps") is not None:
+        return (
+            f"{seconds}, paid for after {row['break_even_steps']:,} steps ({row['break_even_samples']:,} samples) "
+            f"against {against}"
+        )
+    return f"{seconds}, never paid for: no faster than {against}" if against else seconds
 
 
 COLUMNS = (
@@ -191,6 +196,41 @@ def markdown_table(rows: Sequence[Row], lines: Sequence[str] = ()) -> str:
     return "\n".join(out).rstrip() + "\n"
 
 
+def latex_table(rows: Sequence[Row], caption: str = "") -> str:
+    """`table.tex`: a table for a paper. It needs the package booktabs."""
+    columns = [c for c in COLUMNS if c[1] != "verdict" and (c[1] == "recipe" or any(cell(row, c[1]) for row in rows))]
+    out = [
+        "% \\usepackage{booktabs}",
+        "\\begin{table}",
+        "\\centering\\small",
+        f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
+        "\\toprule",
+        " & ".join(_tex(head) for head, _ in columns) + r" \\",
+        "\\midrule",
+    ]
+    names = short_names([row["recipe"] for row in rows])
+    for row, name in zip(rows, names, strict=True):
+        cells = [_tex(name if key == "recipe" else cell(row, key)) for _, key in columns]
+        out.append(" & ".join(cells) + r" \\")
+    out += ["\\bottomrule", "\\end{tabular}", f"\\caption{{{_tex(caption)}}}", "\\end{table}"]
+    return "\n".join(out) + "\n"
+
+
+_TEX = {c: rf"\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "<": "$<$",
+    ">": "$>$",
+    "\n": " ",
+}
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(c, c) for c in text)
+
+
 def csv_table(rows: Sequence[Row]) -> str:
     """`table.csv`: plain numbers, one row a recipe; nested things are left to `results.json`."""
     buffer = io.StringIO()
@@ -223,12 +263,15 @@ def _flat(row: Row) -> dict[str, Any]:
         "speed_verdict": row["speed_verdict"],
         "wallclock_seconds": row["wallclock_seconds"],
         "compile_seconds": row["compile_seconds"],
+        "break_even_steps": row["break_even_steps"],
+        "break_even_samples": row["break_even_samples"],
         "peak_memory_bytes": row["peak_memory_bytes"],
         "final_loss": row["final_loss"],
         "eval_loss": row["eval_loss"],
         "eval_accuracy": row["eval_accuracy"],
         "stable": row["stable"],
         "quality_verdict": row["quality_verdict"],
+        "no_effect": " ".join(row["no_effect"]),
         "kernels": " ".join(row["kernels"]),
         "published_samples_per_second": published.get("samples_per_second"),
         "published_speedup": published.get("speedup"),
@@ -258,6 +301,7 @@ def cell(row: Row, key: str) -> str:
         return _stable(row)
     if key == "verdict":
         words = [w for w in dict.fromkeys((row["speed_verdict"], row["quality_verdict"])) if w]
+        words += [f"{key} changed nothing" for key in row.get("no_effect") or []]
         return ", ".join(words)
     if key == "mfu":
         return "" if value is None else f"{value:.1%}"

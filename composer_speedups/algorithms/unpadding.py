@@ -16,12 +16,13 @@ less completely and needs no knowledge of the model; both together are right. Un
 `scope="block"`: the number of tokens is dynamic, so the first few batches compile and later ones do not.
 
 **Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT or ELECTRA as encoders with absolute positions. It *is* the
-attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash attention, of
-flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. Masks may have holes or be on the
-left; only where a head reads the first position, and that is padding, the whole batch takes the stock forward pass.
-So do batches with `output_attentions`, `output_hidden_states`, head masks, `inputs_embeds`, masks that are not
-[rows, length], and other extras, with a warning once for each reason.
-A Trainer's `DataLoader` counts tokens while collating; elsewhere, on CUDA, counting waits for the device once a batch.
+attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
+attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. Masks may
+have holes or be on the left; only where a head reads the first position, and that is padding, the whole batch takes
+the stock forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks, `inputs_embeds`
+or masks that are not [rows, length], with a warning once for each reason. Question answering takes its softmax
+over padding, too, in transformers: there the logits are the head's bias.
+A Trainer's `DataLoader` counts tokens while collating; elsewhere, on CUDA, counting waits for the device.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
 """
@@ -87,14 +88,8 @@ class Unpadding(SpeedUp):
     stage = Stage.ATTENTION
     slot = "attention"
     events = frozenset(
-        {
-            Event.FIT_START,
-            Event.FIT_END,
-            Event.EVAL_START,
-            Event.EVAL_END,
-            Event.BEFORE_FORWARD,
-            Event.EVAL_BEFORE_FORWARD,
-        }
+        {Event.FIT_START, Event.FIT_END, Event.EVAL_START, Event.EVAL_END}
+        | {Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD}
     )
 
     def __init__(self) -> None:
@@ -147,9 +142,7 @@ def _why_not(module: torch.nn.Module) -> str | None:
         return "config.is_decoder is True: attention only to earlier tokens is not for unpadding"
     position = getattr(config, "position_embedding_type", None) or "absolute"
     if position != "absolute":
-        return (
-            f"position_embedding_type={position!r} adds to the attention scores, which the fused kernels do not allow"
-        )
+        return f"position_embedding_type={position!r} adds to the scores, which fused kernels do not allow"
     if getattr(config, "chunk_size_feed_forward", 0):
         return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
     return None
@@ -169,8 +162,7 @@ class _Unpadded:
         ids = packing.pack(input_ids)[None]
         types = torch.zeros_like(ids) if token_type_ids is None else packing.pack(token_type_ids)[None]
         positions = self._positions(input_ids) if position_ids is None else position_ids
-        positions = packing.pack(positions)[None]
-        hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=positions)[0]
+        hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=packing.pack(positions)[None])[0]
         if hasattr(self, "embeddings_project"):
             hidden = self.embeddings_project(hidden)
         hidden = self.encoder(hidden, attention_mask=packing)[0]
@@ -249,9 +241,8 @@ class _PackedHead:
 
 
 def _hooked(module: torch.nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 @cache

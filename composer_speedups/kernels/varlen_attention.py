@@ -8,8 +8,8 @@ dropout) is one pass of C (`varlen_attention.c`); `_softmax` and `_softmax_backw
 operations, with the same dropout masks, and serve other dtypes and machines without a compiler. Elsewhere, and for
 float32 on CUDA, which has no flash kernel, sequences are padded for `scaled_dot_product_attention` and packed again.
 
-Numerics: that of attention over each sequence alone. On the CPU softmax and dropout are computed in float32 at least and
-rounded once to the tensors' dtype. Dropout drops with a multiple of 1/65536, as `fast_dropout` does.
+Numerics: that of attention over each sequence alone. On the CPU softmax and dropout are computed in float32 at
+least and rounded once to the tensors' dtype. Dropout drops with a multiple of 1/65536, as `fast_dropout` does.
 """
 
 from __future__ import annotations
@@ -163,16 +163,17 @@ class _PerSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float):
         ctx.arguments = (queries, keys, seeds, dropout_p, scale)
-        out, ctx.blocks = _forward(q, k, v, *ctx.arguments)
-        ctx.save_for_backward(out)  # not used: tells of a second backward pass, or of changes in place
+        out, blocks = _forward(q, k, v, *ctx.arguments)
+        ctx.save_for_backward(*(x for block in blocks for x in block))
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
-        _ = ctx.saved_tensors
         queries, keys, _, dropout_p, scale = ctx.arguments
-        return (*_backward(gradient, ctx.blocks, queries, keys, dropout_p, scale), *[None] * 5)
+        saved = iter(ctx.saved_tensors)
+        blocks = list(zip(saved, saved, saved, saved, strict=True))
+        return (*_backward(gradient, blocks, queries, keys, dropout_p, scale), *[None] * 5)
 
 
 Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -255,6 +255,8 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
         try:
             return kind.from_config(config, **attention)
         except Exception as error:  # whatever the model's code makes of impossible values
+            if isinstance(error, MemoryError) or "allocate memory" in str(error):
+                raise
             raise TaskError(
                 f"model {spec.name!r} cannot be built for {task.objective} ({_first_line(error)}): check model.config"
             ) from error

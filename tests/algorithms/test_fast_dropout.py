@@ -37,7 +37,7 @@ def test_draws_nothing_from_bernoulli_and_saves_no_mask() -> None:
     saved = []
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
     ):
         layer(x).sum().backward()
     assert saved == []

@@ -10,7 +10,7 @@ import torch
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
 
-from composer_speedups import SDPAttention, Unpadding, apply_unpadding
+from composer_speedups import SDPAttention, Unpadding, apply_masked_token_head, apply_unpadding
 from composer_speedups.algorithms import unpadding as module
 from composer_speedups.errors import ConflictError
 from composer_speedups.packing import COUNTS, CountTokens, Packing, count_tokens, counts_of, hand_over
@@ -202,6 +202,18 @@ def test_a_row_of_padding_only() -> None:
     assert torch.equal(fast(**inputs).logits, compare_to(**inputs).logits)
 
 
+def test_masked_token_head_goes_with_it() -> None:
+    stock, inputs = make(head="ForMaskedLM").train(), batch("ForMaskedLM", kind="holes")
+    inputs["labels"][:, ::2] = -100
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    apply_masked_token_head(fast)
+    for model in (stock, fast):
+        model(**inputs).loss.backward()
+    for p, q in zip(stock.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+
+
 def test_pickles_copies_and_keeps_names(tmp_path) -> None:
     model, inputs = make(), batch("ForSequenceClassification")
     apply_unpadding(model)
@@ -246,11 +258,12 @@ class TestPacking:
 class TestTrainer:
     def test_counts_in_the_collator(self, make_trainer, monkeypatch) -> None:
         algorithm, counted = Unpadding(), []
-        monkeypatch.setattr(
-            module,
-            "counts_of",
-            lambda mask: counted.append(hasattr(mask, "_composer_speedups_counts")) or counts_of(mask),
-        )
+
+        def look(mask: torch.Tensor) -> list[int]:
+            counted.append(hasattr(mask, "_composer_speedups_counts"))
+            return counts_of(mask)
+
+        monkeypatch.setattr(module, "counts_of", look)
         trainer = make_trainer([algorithm], device_train_microbatch_size=4)
         collate = trainer.state.train_dataloader.collate_fn
         trainer.fit()

@@ -1,0 +1,239 @@
+"""The pictures of a study: speed-ups, speed against memory, loss and throughput over steps and over seconds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from composer_speedups.ablation.drawing import SERIES, Drawing, ticks
+from composer_speedups.ablation.store import Run
+from composer_speedups.ablation.tables import short_names
+
+__all__ = ["charts", "pareto"]
+
+Row = Mapping[str, Any]
+Curve = list[tuple[float, float]]
+
+_LETTER = 7.3  # mean width of a letter of size 12, in wide fonts such as DejaVu Sans
+_POINTS = 160  # of a curve: more cannot be told apart
+_DASHES = (None, (7.0, 3.0), (2.0, 3.0))
+
+
+def charts(rows: Sequence[Row], runs: Sequence[Run]) -> dict[str, Drawing]:
+    """By the name of its file, every picture for which there is something to show."""
+    names = dict(zip((row["recipe"] for row in rows), short_names([row["recipe"] for row in rows]), strict=True))
+    by_recipe: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        if run.status == "ok" and run.result.get("losses"):
+            by_recipe.setdefault(run.recipe, []).append(run.result)
+    series = {names[row["recipe"]]: by_recipe[row["recipe"]] for row in rows if row["recipe"] in by_recipe}
+    found: dict[str, Drawing | None] = {"speedups": _bars(rows, names), "speed_memory": _speed_memory(rows, names)}
+    for file, title, over, value in (
+        ("loss_steps", "Loss over steps", "step", _losses),
+        ("loss_seconds", "Loss over seconds", "seconds of training", _losses),
+        ("throughput_steps", "Samples/s over steps", "step", _speeds),
+        ("throughput_seconds", "Samples/s over seconds", "seconds of training", _speeds),
+    ):
+        curves = {name: _curve(results, value, over != "step") for name, results in series.items()}
+        found[file] = _lines(title, over, {name: curve for name, curve in curves.items() if len(curve) > 1})
+    return {file: drawing for file, drawing in found.items() if drawing is not None}
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (memory, speed): those that no other one beats in both, by growing memory.
+
+    >>> pareto([(1, 10), (2, 9), (3, 12)])
+    [(1, 10), (3, 12)]
+    """
+    best: list[tuple[float, float]] = []
+    for memory, speed in sorted(points, key=lambda p: (p[0], -p[1])):
+        if not best or speed > best[-1][1]:
+            best.append((memory, speed))
+    return best
+
+
+def _bars(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
+    """Speed-ups as bars from 1, their intervals as lines, the published figures as diamonds."""
+    shown = [row for row in rows if row["speedup"]]
+    if len(shown) < 2:
+        return None
+    published = [(row.get("published") or {}).get("speedup") for row in shown]
+    values = [1.0, *(row["speedup"] for row in shown), *(p for p in published if p)]
+    # An interval of few seeds can be very wide: it is cut where it would squeeze all bars.
+    reach = max(values) - min(values) or 0.1
+    bounds = [b for row in shown for b in row["speedup_interval"] or []]
+    low = max(min([*values, *bounds]), min(values) - reach)
+    high = min(max([*values, *bounds]), max(values) + reach)
+    pad = 0.04 * (high - low) or 0.1
+    left = min(200.0, 14 + _LETTER * max(len(names[row["recipe"]]) for row in shown))
+    right, step = 404.0, 26
+    drawing = Drawing("Speed-up of every recipe", height=step * len(shown) + 34)
+
+    def x(value: float) -> float:
+        return left + (min(max(value, low), high) - low + pad) / (high - low + 2 * pad) * (right - left)
+
+    bottom = drawing.height - 24
+    for tick in ticks(low, high, 5):
+        drawing.line([(x(tick), 2), (x(tick), bottom)], "line")
+        drawing.text(x(tick), bottom + 17, f"{tick:g}x", "soft", "middle", 12)
+    for n, (row, source) in enumerate(zip(shown, published, strict=True)):
+        y, value, name = step * n + 4, row["speedup"], names[row["recipe"]]
+        colour = {"faster": "fast", "slower": "slow"}.get(row["speed_verdict"], "same")
+        start, end = sorted((x(1), x(value)))
+        drawing.text(left - 8, y + 14, _cut(name, left - 14), anchor="end", size=12)
+        drawing.box(start, y + 3, max(1.5, end - start), 14, colour, f"{name}: {value:.3f}x, {row['speed_verdict']}")
+        if row["speedup_interval"]:
+            a, b = map(x, row["speedup_interval"])
+            drawing.line([(a, y + 10), (b, y + 10)], "ink", 1.5)
+            for edge, bound in zip((a, b), row["speedup_interval"], strict=True):
+                if low <= bound <= high:
+                    drawing.line([(edge, y + 6), (edge, y + 14)], "ink", 1.5)
+        if source:
+            p = x(source)
+            drawing.line(
+                [(p, y + 3), (p + 6, y + 10), (p, y + 17), (p - 6, y + 10), (p, y + 3)],
+                "ink",
+                1.5,
+                hint=f"published: {source:g}x",
+            )
+        drawing.text(right + 8, y + 14, f"{value:.2f}x", size=12)
+    drawing.line([(x(1), 2), (x(1), bottom)], "ink")
+    return drawing
+
+
+def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
+    shown = [row for row in rows if row["samples_per_second"] and row["peak_memory_bytes"]]
+    if len(shown) < 2:
+        return None
+    points = [(row["peak_memory_bytes"] / 1e6, row["samples_per_second"]) for row in shown]
+    best = pareto(points)
+    drawing = Drawing("Speed against memory", height=360)
+    x, y = _axes(drawing, points, "peak memory, MB", "samples/s", right=448, top=30, bottom=300)
+    stairs: Curve = []
+    for (memory, speed), after in zip(best, [*best[1:], None], strict=True):
+        stairs.append((x(memory), y(speed)))
+        if after is not None:
+            stairs.append((x(after[0]), y(speed)))
+    drawing.line(stairs, "fast", 1.5, (5, 3), hint="no recipe is faster with less memory")
+    taken: list[tuple[float, float, float, float]] = [(x(m) - 6, y(s) - 6, x(m) + 6, y(s) + 6) for m, s in points]
+    for row, point in zip(shown, points, strict=True):
+        px, py, name = x(point[0]), y(point[1]), names[row["recipe"]]
+        hint = f"{name}: {point[1]:.4g} samples/s, {point[0]:,.0f} MB"
+        drawing.dot(px, py, 5, "fast" if point in best else "same", hint, hollow=point not in best)
+        width = _LETTER * len(name)
+        places = [(px + 9, py + 4), (px - 9 - width, py + 4)]
+        places += [(px - width / 2, py + d) for d in (-10, 19)]
+        places += [(px + side, py + d) for d in (-9, 17, -22, 30, -35, 43) for side in (7, -7 - width)]
+        for tx, ty in places:
+            box = (tx - 3, ty - 11, tx + width + 3, ty + 3)
+            inside = box[0] > 56 and box[2] < 458 and box[1] > 0 and box[3] < 302
+            if inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                drawing.text(tx, ty, name, size=12)
+                break
+    return drawing
+
+
+def _lines(title: str, over: str, curves: Mapping[str, Curve]) -> Drawing | None:
+    if not curves:
+        return None
+    legend, at, line = [], 0.0, 0
+    for name in curves:
+        width = 34 + _LETTER * len(name)
+        if at and at + width > 446:
+            at, line = 0.0, line + 1
+        legend.append((at, line))
+        at += width
+    top = 16 + 18 * (line + 1)
+    drawing = Drawing(title, height=top + 262)
+    everything = [point for curve in curves.values() for point in curve]
+    x, y = _axes(drawing, everything, over, "", right=448, top=top, bottom=top + 215, margin=0.0)
+    for n, (name, curve) in enumerate(curves.items()):
+        colour, dash = SERIES[n % len(SERIES)], _DASHES[n // len(SERIES) % len(_DASHES)]
+        drawing.line([(x(a), y(b)) for a, b in curve], colour, 2, dash, name)
+        left, row = legend[n]
+        drawing.line([(left + 4, 12 + 18 * row), (left + 24, 12 + 18 * row)], colour, 2.5, dash)
+        drawing.text(left + 28, 16 + 18 * row, name, size=12)
+    return drawing
+
+
+def _axes(
+    drawing: Drawing,
+    points: Sequence[tuple[float, float]],
+    across: str,
+    up: str,
+    *,
+    right: float,
+    top: float,
+    bottom: float,
+    margin: float = 0.08,
+) -> tuple[Callable[[float], float], Callable[[float], float]]:
+    """Draw axes around `points`; return where a value lies on each."""
+    left = 54.0
+    scales = []
+    for n in (0, 1):
+        low, high = min(p[n] for p in points), max(p[n] for p in points)
+        pad = (margin if n == 0 else max(margin, 0.05)) * (high - low) or (abs(high) * 0.05 if low == high else 0.0)
+        scales.append((low - pad, high + pad if high + pad > low - pad else low + 1))
+    (x0, x1), (y0, y1) = scales
+
+    def x(value: float) -> float:
+        return left + (value - x0) / (x1 - x0) * (right - left)
+
+    def y(value: float) -> float:
+        return bottom - (value - y0) / (y1 - y0) * (bottom - top)
+
+    for tick in ticks(y0, y1, 5):
+        drawing.line([(left, y(tick)), (right, y(tick))], "line")
+        drawing.text(left - 6, y(tick) + 4, _number(tick), "soft", "end", 12)
+    for tick in ticks(x0, x1, 6):
+        drawing.line([(x(tick), bottom), (x(tick), bottom + 4)], "soft")
+        drawing.text(x(tick), bottom + 17, _number(tick), "soft", "middle", 12)
+    drawing.line([(left, bottom), (right, bottom)], "soft")
+    drawing.text((left + right) / 2, bottom + 36, across, "soft", "middle", 12)
+    if up:
+        drawing.text(6, 14, up, "soft", size=12)
+    return x, y
+
+
+def _losses(result: Mapping[str, Any]) -> list[float | None]:
+    return list(result.get("losses") or [])
+
+
+def _speeds(result: Mapping[str, Any]) -> list[float | None]:
+    batch = result.get("batch_size")
+    return [batch / s if s and batch else None for s in result.get("step_seconds") or []]
+
+
+def _curve(results: Sequence[Mapping[str, Any]], value: Callable[..., list[float | None]], seconds: bool) -> Curve:
+    """The median over the seeds at each step, against the step or the seconds since the start."""
+    columns = [value(result) for result in results]
+    clocks = [list(accumulate(s or 0.0 for s in result.get("step_seconds") or [])) for result in results]
+    curve: Curve = []
+    for step in range(max(map(len, columns), default=0)):
+        found = [c[step] for c in columns if step < len(c)]
+        values = [v for v in found if v is not None and math.isfinite(v)]
+        times = [c[step] for c in clocks if step < len(c)]
+        if values and (times or not seconds):
+            curve.append((statistics.median(times) if seconds else step + 1, statistics.median(values)))
+    size = math.ceil(len(curve) / _POINTS)
+    if size < 2:
+        return curve
+    parts = [curve[n : n + size] for n in range(0, len(curve), size)]
+    return [(statistics.mean(p[0] for p in part), statistics.median(p[1] for p in part)) for part in parts]
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _cut(text: str, width: float) -> str:
+    count = int(width / _LETTER)
+    return text if len(text) <= count else text[: max(1, count - 1)] + "…"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"

@@ -1,0 +1,162 @@
+"""Which recipes a study compares: those asked for, or what a plan makes of them.
+
+- `ladder`: the recipes as they are listed; of one recipe, its speed-ups added one after the other.
+- `leave-one-out`: one recipe, and the same without each of its speed-ups. It is the baseline itself: a row
+  at 0.80x says that the speed-up left out brings a factor of 1.25 on top of the others.
+- `one-at-a-time`: the baseline, and the baseline with each speed-up alone.
+- `pairs`: that, and the baseline with every two of them: what two bring together is seldom the product.
+
+What the baseline sets itself, such as true float32 matmuls, is no speed-up: it stays in every row, and
+leaving out a speed-up that replaces such a setting brings the baseline's back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups.errors import RecipeError
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["PLANS", "equal_batch", "expand", "root"]
+
+PLANS = ("ladder", "leave-one-out", "one-at-a-time", "pairs")
+
+_TUNED = ("batch_size", "learning_rate", "microbatch_size")
+
+SpeedUps = dict[str, dict[str, Any]]
+Switch = tuple[str, dict[str, Any]]
+
+
+def expand(plan: str, recipes: Sequence[Recipe], baseline: Recipe) -> tuple[list[Recipe], str]:
+    """The recipes to compare, and the name of their baseline.
+
+    Args:
+        plan: one of `PLANS`.
+        recipes: what was asked for: one recipe, or the rows of a suite.
+        baseline: has none of the speed-ups.
+    """
+    if plan not in PLANS:
+        raise RecipeError(f"unknown plan {plan!r}. Choose {', '.join(PLANS[:-1])} or {PLANS[-1]}")
+    if plan == "ladder":
+        return _ladder(recipes, baseline), baseline.name
+    if plan == "leave-one-out":
+        best = max(recipes, key=lambda r: (len(_switches(r, baseline)), list(recipes).index(r)))
+        return _leave_one_out(best, baseline), best.name
+    found: dict[str, tuple[Switch, Recipe]] = {}
+    for recipe in recipes:
+        for switch in _switches(recipe, baseline):
+            found.setdefault(json.dumps(switch, sort_keys=True), (switch, recipe))
+    if not found:
+        raise RecipeError(f"{recipes[0].name} has no speed-up that {baseline.name} lacks: nothing to compare")
+    labels = _labels([switch for switch, _ in found.values()])
+    rows = [baseline]
+    items = [(*pair, label) for pair, label in zip(found.values(), labels, strict=True)]
+    for switch, source, label in items:
+        rows.append(_made(source, baseline, f"+{label}", dict([switch]), f"{_last(baseline.name)} + {label}"))
+    if plan == "pairs":
+        for (one, _, label), (two, source, other) in combinations(items, 2):
+            if one[0] != two[0]:  # the same speed-up with other arguments is no second one
+                words = f"{_last(baseline.name)} + {label} + {other}"
+                rows.append(_made(source, baseline, f"+{label}+{other}", dict([one, two]), words))
+    return rows, baseline.name
+
+
+def equal_batch(recipes: Sequence[Recipe], baseline: Recipe) -> list[Recipe]:
+    """Each recipe, and after it, where its batch size or learning rate is its own, one with the baseline's.
+
+    The second shows what the mechanism brings, the first what the user gets.
+    """
+    rows: list[Recipe] = []
+    for recipe in recipes:
+        rows.append(recipe)
+        same = {name: getattr(baseline, name) for name in _TUNED}
+        if any(getattr(recipe, name) != value for name, value in same.items()):
+            words = f"{recipe.description or _last(recipe.name)}, batch and LR of {_last(baseline.name)}"
+            rows.append(_copy(recipe, name=f"{recipe.name}.equal_batch", description=words, published=None, **same))
+    return rows
+
+
+def root(recipe: Recipe) -> Recipe:
+    """The recipe at the end of the chain of `extends`; without one, the recipe itself without its speed-ups."""
+    from composer_speedups.recipes import load_recipe
+
+    found = recipe
+    for _ in range(30):
+        if not found.extends:
+            break
+        try:
+            found = load_recipe(found.extends, check_arguments=False)
+        except RecipeError:  # a path relative to the child's file
+            found = recipe
+            break
+    if found is not recipe:
+        # Overrides given on the command line hold for the baseline, too: only the switches and the tuning are its own.
+        tuned = [key for key in _TUNED if recipe.provenance.get(key) != "command line"]
+        own = {key: getattr(found, key) for key in ("name", "description", "published", *tuned)}
+        return _copy(recipe, speedups=found.speedups, **own)
+    plain = {"matmul_precision": {"precision": "highest"}}
+    return _copy(recipe, name=f"{recipe.name}.plain", description="no speed-up", published=None, speedups=plain)
+
+
+def _ladder(recipes: Sequence[Recipe], baseline: Recipe) -> list[Recipe]:
+    if len(recipes) > 1:
+        return list(recipes)
+    target, taken, rows = recipes[0], {}, [baseline]
+    switches = _switches(target, baseline)
+    for (key, arguments), label in zip(switches[:-1], _labels(switches)[:-1], strict=True):
+        taken[key] = arguments
+        suffix = f"+{key}" if len(taken) == 1 else f"+..+{key}"
+        rows.append(_made(target, baseline, suffix, dict(taken), f"+ {label}"))
+    return [*rows, target] if switches else rows
+
+
+def _leave_one_out(best: Recipe, baseline: Recipe) -> list[Recipe]:
+    switches = _switches(best, baseline)
+    if not switches:
+        raise RecipeError(f"{best.name} has no speed-up that {baseline.name} lacks: nothing to leave out")
+    rows = [best]
+    for key, _ in switches:
+        kept: SpeedUps = {k: v for k, v in best.speedups.items() if k != key}
+        if key in baseline.speedups:
+            kept[key] = baseline.speedups[key]
+        words = f"{_last(best.name)} without {key}"
+        rows.append(_copy(best, name=f"{best.name}.without_{key}", description=words, published=None, speedups=kept))
+    return rows
+
+
+def _switches(recipe: Recipe, baseline: Recipe) -> list[Switch]:
+    """The speed-ups, with their arguments, that the baseline lacks or sets otherwise."""
+    return [(k, v) for k, v in recipe.speedups.items() if baseline.speedups.get(k) != v]
+
+
+def _made(source: Recipe, baseline: Recipe, suffix: str, switches: SpeedUps, words: str) -> Recipe:
+    speedups = dict(baseline.speedups) | switches
+    return _copy(source, name=baseline.name + suffix, description=words, published=None, speedups=speedups)
+
+
+def _copy(recipe: Recipe, **changes: Any) -> Recipe:
+    copied = recipe.model_copy(deep=True, update=changes)
+    copied._written = recipe._written
+    return copied
+
+
+def _labels(switches: Sequence[Switch]) -> list[str]:
+    """Keys; with their arguments where two have the same key."""
+    keys = [key for key, _ in switches]
+    return [
+        key if keys.count(key) == 1 else ".".join([key, *(_word(v) for v in arguments.values())])
+        for key, arguments in switches
+    ]
+
+
+def _word(value: Any) -> str:
+    return "".join(c if c.isalnum() or c in "_.-" else "_" for c in str(value))
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]

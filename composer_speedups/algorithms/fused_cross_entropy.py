@@ -1,0 +1,160 @@
+"""FusedCrossEntropy: the loss over a large vocabulary in one kernel each way, without float32 copies of the
+logits.
+
+**Why it is faster.** The logits of a language model are the largest tensor of its step: 8,192 tokens by 30,522
+words are 1 GB in float32. Stock code widens them to float32, writes their log-softmax, and in backward a
+gradient in float32 and one in the logits' type. Here one kernel reads them once for the loss, and one reads
+them once and writes the gradient. Tokens that are not to be predicted are not even read.
+
+**Numerics.** Sums in float32, gradients rounded once to the logits' type, as autocast does it: loss and
+gradients are PyTorch's to rounding. Without a token to predict the loss is NaN, as in PyTorch; a label outside
+the vocabulary makes it NaN, too, where PyTorch ends the process.
+
+**When it pays.** It saves memory first: what is saved can go into a larger batch. With `MaskedTokenHead`, which
+leaves 15 % of the logits, little of both is left to save; they go together. Under `TorchCompile` the compiler
+fuses the stock loss itself, which is then used.
+
+**Needs.** A CUDA device and Triton; a Hugging Face `...ForMaskedLM`, `...ForCausalLM` or `...LMHeadModel`, and
+labels given by name. `reuse_logits=True` writes the gradient over the logits, which saves the last large
+tensor, too: after backward `logits` are none, so a model with train metrics is refused then. In a function of
+your own, apply it before `apply_masked_token_head`.
+
+Source: the idea of Liger-Kernel's cross entropy, https://arxiv.org/abs/2410.10989, which writes the gradient in
+forward; online softmax, https://arxiv.org/abs/1805.02867.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from composer.core import State
+from composer.loggers import Logger
+from transformers import PreTrainedModel
+
+from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.surgery import override_methods, overrides
+
+__all__ = ["FusedCrossEntropy", "apply_fused_cross_entropy"]
+
+_MASKED, _CAUSAL = ("ForMaskedLM",), ("ForCausalLM", "LMHeadModel")
+_OWN_LOSS = {"num_items_in_batch", "shift_labels"}  # arguments that change what the stock loss is
+
+
+def apply_fused_cross_entropy(model: torch.nn.Module, reuse_logits: bool = False) -> int:
+    """Let every language model in `model` compute its loss by the fused kernel, in place; return how many.
+
+    Args:
+        model: a Hugging Face language model, or a module that contains one.
+        reuse_logits: write the gradient over the logits, which are lost then.
+
+    Raises:
+        SpeedUpUnavailable: there is no CUDA device, or the head was changed by `apply_masked_token_head` before.
+    """
+    _check(reuse_logits)
+    reason = _unavailable()
+    if reason is not None:
+        raise SpeedUpUnavailable(f"apply_fused_cross_entropy cannot be used here: {reason}")
+    models = [
+        m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m).__name__.endswith(_MASKED + _CAUSAL)
+    ]
+    for owner in models:
+        if any(type(wrap).__name__ == "_PredictedOnly" for wrap in overrides(owner)):
+            raise SpeedUpUnavailable("apply_fused_cross_entropy must come before apply_masked_token_head: swap the two")
+    new = [m for m in models if not any(isinstance(wrap, _FusedLoss) for wrap in overrides(m))]
+    return sum(override_methods(owner, ("forward",), _FusedLoss(reuse_logits)) for owner in new)
+
+
+class FusedCrossEntropy(SpeedUp):
+    """Apply `apply_fused_cross_entropy` at `Event.INIT`.
+
+    Args:
+        reuse_logits: write the gradient over the logits, which are lost then.
+
+    >>> FusedCrossEntropy()
+    FusedCrossEntropy(reuse_logits=False)
+    """
+
+    stage = Stage.NORM  # before MaskedTokenHead, which must be around it
+    slot = "loss"
+
+    def __init__(self, reuse_logits: bool = False) -> None:
+        _check(reuse_logits)
+        self.reuse_logits = reuse_logits
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return _unavailable(device)
+
+    def install(self, state: State, logger: Logger) -> None:
+        metrics = getattr(state.model, "get_metrics", None)
+        if self.reuse_logits and metrics is not None and metrics(is_train=True):
+            raise SpeedUpUnavailable(f"{self!r}: train metrics need the logits. Leave reuse_logits out, or the metrics")
+        count = apply_fused_cross_entropy(state.model, self.reuse_logits)
+        self.report(logger, count, "no Hugging Face language model (...ForMaskedLM, ...ForCausalLM, ...LMHeadModel)")
+
+
+def _check(reuse_logits: bool) -> None:
+    if not isinstance(reuse_logits, bool):
+        raise TypeError(f"reuse_logits is True or False, not {reuse_logits!r}")
+
+
+def _unavailable(device: torch.device | None = None) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "it needs the package triton, which is not installed; `pip install triton`"
+    if _interpreted():
+        return None
+    if not (torch.cuda.is_available() if device is None else device.type == "cuda"):
+        where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"
+        return f"it needs a CUDA device, and {where}; masked_token_head saves most of the same work everywhere"
+    return None
+
+
+def _interpreted() -> bool:
+    """Triton's interpreter stands in for the GPU in the tests (`TRITON_INTERPRET=1`)."""
+    from composer_speedups.kernels.cross_entropy import interpreted
+
+    return interpreted()
+
+
+class _FusedLoss:
+    """Around the model's `forward`: asks the stock code for logits only, and computes the loss itself."""
+
+    def __init__(self, reuse_logits: bool) -> None:
+        self.reuse_logits = reuse_logits
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.reuse_logits == self.reuse_logits
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.reuse_logits))
+
+    def __call__(self, stock: Any) -> Any:
+        def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            labels = kwargs.get("labels")
+            if labels is None or any(kwargs.get(name) is not None for name in _OWN_LOSS):
+                return stock(model, *args, **kwargs)
+            kwargs["labels"] = None
+            out = stock(model, *args, **kwargs)
+            logits = out[0] if isinstance(out, tuple) else out.logits
+            if type(model).__name__.endswith(_CAUSAL):
+                # Shifting the labels instead of the logits spares a copy of these.
+                labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+            loss = self._loss(logits.flatten(0, -2), labels.flatten().to(logits.device))
+            if isinstance(out, tuple):
+                return (loss, *out)
+            return type(out)(loss=loss, **{name: value for name, value in out.items() if name != "loss"})
+
+        return forward
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        from composer_speedups.kernels.cross_entropy import DTYPES, cross_entropy, interpreted
+
+        ours = logits.dtype in DTYPES and (logits.is_cuda or interpreted()) and not torch.compiler.is_compiling()
+        if not ours:
+            return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels)
+        # Only what training will not look at again may be overwritten.
+        reuse = self.reuse_logits and torch.is_grad_enabled()
+        return cross_entropy(logits, labels, reuse_logits=reuse)

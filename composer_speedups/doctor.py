@@ -1,0 +1,199 @@
+"""What this machine can do, which sizes of a model waste it, and what to switch on first.
+
+Nothing is trained and nothing is measured: it says what would work, `composer-speedups ablate` says what it brings.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from composer_speedups import hardware, registry
+from composer_speedups.compilation import missing_tools
+from composer_speedups.errors import UserError
+
+__all__ = ["Diagnosis", "Finding", "capabilities", "examine", "sizes", "speedups"]
+
+# Arguments of those speed-ups that have no defaults: each choice is a line of its own.
+_CHOICES: dict[str, list[dict[str, Any]]] = {
+    "matmul_precision": [{"precision": "high"}, {"precision": "medium"}],
+    "mixed_precision": [{"dtype": "bf16"}, {"dtype": "fp16"}],
+}
+
+# Field of a Hugging Face configuration, the multiple that is best on tensor cores, and whether a user may round it
+# up: a vocabulary can be padded, while other sizes are part of the pretrained weights.
+# 64 half-precision numbers are the 128 bytes that NVIDIA's guide asks for on the A100 and later; eight are the least.
+_SIZES = (("vocab_size", 64, True), ("hidden_size", 64, False), ("intermediate_size", 64, False))
+_HEAD = 8  # flash kernels and tensor cores take head sizes in steps of eight
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: a thing, whether it works here, and what more is to be said (the remedy where it does not)."""
+
+    name: str
+    works: bool
+    detail: str = ""
+
+
+@dataclass
+class Diagnosis:
+    """Everything that was found."""
+
+    environment: dict[str, Any]
+    capabilities: list[Finding]
+    speedups: list[Finding]
+    model: list[Finding] = field(default_factory=list)
+    first: dict[str, dict[str, Any]] = field(default_factory=dict)  # speed-ups, as a recipe writes them
+    reasons: list[str] = field(default_factory=list)  # one for each of `first`
+
+
+def examine(model: str | None = None) -> Diagnosis:
+    """Look at this machine, and at a model's sizes.
+
+    Args:
+        model: the folder of a Hugging Face model, or its name.
+
+    Raises:
+        UserError: the model's configuration cannot be read.
+    """
+    environment = hardware.environment()
+    device = torch.device(environment["hardware"])
+    diagnosis = Diagnosis(environment, list(capabilities(environment)), list(speedups(device)))
+    if model is not None:
+        diagnosis.model = sizes(_config(model))
+    for key, arguments, reason in _first(environment, diagnosis):
+        diagnosis.first[key] = arguments
+        diagnosis.reasons.append(reason)
+    return diagnosis
+
+
+def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
+    """What hardware, PyTorch and the optional packages support."""
+    gpus = environment.get("gpus") or []
+    flags = set((environment.get("cpu") or {}).get("flags") or [])
+    if gpus:
+        level = min(tuple(int(n) for n in gpu["capability"].split(".")) for gpu in gpus)
+        name = f"compute capability {level[0]}.{level[1]}"
+        yield Finding("TF32", level >= (8, 0), name if level >= (8, 0) else f"{name}; it needs 8.0 (Ampere)")
+        yield Finding("bf16", level >= (8, 0), name if level >= (8, 0) else f"{name}; it needs 8.0. Use fp16")
+        yield Finding("fp16", level >= (7, 0), "with loss scaling" if level >= (7, 0) else "no tensor cores for it")
+        yield Finding("fp8", level >= (8, 9), name if level >= (8, 9) else f"{name}; it needs 8.9 (Ada, Hopper)")
+    else:
+        yield Finding("TF32", False, "it needs an Ampere or newer CUDA GPU")
+        native = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
+        if environment["cpu"].get("machine") in ("aarch64", "arm64"):
+            native = [flag for flag in ("bf16",) if flag in flags]
+        text = (
+            f"native: {', '.join(native)}" if native else "emulated, so slower than fp32: this CPU has no bf16 products"
+        )
+        yield Finding("bf16", bool(native), text)
+        yield Finding("fp16", False, "it needs a CUDA GPU. Use bf16")
+        yield Finding("fp8", False, "it needs an Ada, Hopper or newer GPU")
+    yield _flash(gpus)
+    triton = importlib.util.find_spec("triton") is not None
+    detail = _version("triton") if triton else "pip install triton"
+    yield Finding("Triton", triton and bool(gpus), detail if gpus else f"{detail}; of use on a GPU only")
+    missing = missing_tools(torch.device("cuda" if gpus else "cpu"))
+    yield Finding("torch.compile", missing is None, missing or "compiler and Python's headers are there")
+    for package, label, remedy in (
+        ("apex", "Apex", "build it from github.com/NVIDIA/apex with its CUDA extensions"),
+        ("bitsandbytes", "bitsandbytes", "pip install bitsandbytes"),
+        ("torchao", "torchao", "pip install torchao"),
+    ):
+        found = importlib.util.find_spec(package) is not None
+        yield Finding(label, found, _version(package) if found else f"not installed: {remedy}")
+    if len(gpus) > 1:
+        linked = all(
+            torch.cuda.can_device_access_peer(a, b) for a in range(len(gpus)) for b in range(len(gpus)) if a != b
+        )
+        text = "every GPU reads every other's memory" if linked else "some pairs go through the CPU's memory: slow DDP"
+        yield Finding("links between GPUs", linked, text)
+
+
+def speedups(device: torch.device) -> Iterator[Finding]:
+    """Every speed-up of this package, and what it says of this machine."""
+    for key in registry.keys():
+        for arguments in _CHOICES.get(key, [{}]):
+            name = key + (f" ({', '.join(map(str, arguments.values()))})" if arguments else "")
+            try:
+                reason = registry.build(key, **arguments).unavailable(device)
+            except UserError as error:
+                reason = str(error)
+            yield Finding(name, reason is None, reason or "")
+
+
+def sizes(config: Any) -> list[Finding]:
+    """Which of a model's sizes miss the multiples that tensor cores and vector units like."""
+    found = []
+    for name, multiple, may_pad in _SIZES:
+        size = getattr(config, name, None)
+        if not isinstance(size, int):
+            continue
+        good = -(-size // multiple) * multiple
+        if size == good:
+            found.append(Finding(name, True, f"{size} is a multiple of {multiple}"))
+            continue
+        text = f"{size} -> {good}, the next multiple of {multiple}"
+        if may_pad:
+            text += f": model.resize_token_embeddings(pad_to_multiple_of={multiple})"
+        else:
+            text += "; it is part of the pretrained weights: choose it for a new model"
+        found.append(Finding(name, False, text))
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    if isinstance(hidden, int) and isinstance(heads, int) and heads:
+        size = hidden // heads
+        works = hidden % heads == 0 and size % _HEAD == 0
+        text = f"{size} is a multiple of {_HEAD}" if works else f"{hidden} / {heads} heads is no multiple of {_HEAD}"
+        found.append(Finding("head size", works, text))
+    return found
+
+
+def _first(environment: Mapping[str, Any], diagnosis: Diagnosis) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Speed-ups that cost least and bring most, of those that work here, in the order in which to try them."""
+    can = {finding.name: finding.works for finding in [*diagnosis.capabilities, *diagnosis.speedups]}
+    if can["bf16"]:
+        yield "mixed_precision", {"dtype": "bf16"}, "matmuls in half the bits, without loss scaling"
+    elif can["fp16"]:
+        yield "mixed_precision", {"dtype": "fp16"}, "matmuls in half the bits, with loss scaling"
+    if can["TF32"]:
+        yield "matmul_precision", {"precision": "high"}, "TF32 for the matmuls that stay in float32"
+    if can.get("fused_adamw"):
+        yield "fused_adamw", {}, "one kernel for all parameters; the same arithmetic"
+    if can.get("unpadding") and environment["hardware"] == "cuda":
+        yield "unpadding", {}, "no work on padding; pays where texts differ in length"
+    elif can.get("length_grouped_batches"):
+        yield "length_grouped_batches", {}, "less padding; pays where texts differ in length and padding is dynamic"
+    if can["torch.compile"]:
+        yield "torch_compile", {"scope": "block"}, "fewer passes over memory; pays in runs of minutes, not seconds"
+
+
+def _flash(gpus: list[Any]) -> Finding:
+    """Whether PyTorch's scaled_dot_product_attention has a flash kernel here."""
+    if not gpus:
+        return Finding("flash attention", True, "PyTorch's own for the CPU, chosen by scaled_dot_product_attention")
+    built = torch.backends.cuda.is_flash_attention_available()
+    new_enough = torch.cuda.get_device_capability() >= (8, 0)
+    works = built and new_enough and torch.backends.cuda.flash_sdp_enabled()
+    text = "PyTorch's own, in fp16 and bf16" if works else "PyTorch's memory-efficient kernel is used instead"
+    package = _version("flash-attn")
+    return Finding("flash attention", works, text + (f"; flash-attn {package}" if package else ""))
+
+
+def _config(model: str) -> Any:
+    from composer_speedups.tasks.models import load_config, resolve
+    from composer_speedups.tasks.spec import ModelSpec
+
+    return load_config(resolve(ModelSpec(name=model)))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

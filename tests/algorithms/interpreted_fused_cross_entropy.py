@@ -1,0 +1,105 @@
+"""FusedCrossEntropy with its kernels, on the CPU: `test_fused_cross_entropy.py` runs this with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+import transformers
+from composer.metrics import LanguageCrossEntropy
+from composer.models import HuggingFaceModel
+from conftest import padded_batch
+from test_masked_token_head import MlmRows, loss_and_gradients, masked_lm, mlm_batch
+
+from composer_speedups import FusedCrossEntropy, MaskedTokenHead, apply_fused_cross_entropy, apply_masked_token_head
+from composer_speedups.errors import SpeedUpUnavailable
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+]
+
+
+def gpt2() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def causal_batch() -> dict[str, torch.Tensor]:
+    batch = padded_batch(3, 12)
+    batch["labels"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
+    return batch
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert", "gpt2"])
+def test_loss_and_gradients_equal_the_stock_models(kind: str, reuse: bool) -> None:
+    model, batch = (gpt2(), causal_batch()) if kind == "gpt2" else (masked_lm(kind), mlm_batch(3, 12))
+    loss, gradients = loss_and_gradients(model, batch)
+    assert apply_fused_cross_entropy(model, reuse_logits=reuse) == 1
+    new_loss, new = loss_and_gradients(model, batch)
+    torch.testing.assert_close(new_loss, loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(new[name], gradient, rtol=1e-4, atol=1e-6)
+    assert apply_fused_cross_entropy(model) == 0
+
+
+def test_shift_of_a_causal_model_matters() -> None:
+    model, batch = gpt2().eval(), causal_batch()
+    expected = model(**batch).loss
+    apply_fused_cross_entropy(model)
+    torch.testing.assert_close(model(**batch).loss, expected)
+    wrong = batch | {"labels": batch["labels"].roll(1, 1)}
+    assert abs((model(**wrong).loss - expected).item()) > 1e-3
+
+
+def test_outputs_keep_their_form() -> None:
+    model, batch = masked_lm().eval(), mlm_batch(3, 12)
+    stock, tuple_ = model(**batch), model(**batch, return_dict=False)
+    signature = inspect.signature(model.forward)
+    apply_fused_cross_entropy(model)
+    new = model(**batch)
+    assert list(new) == list(stock) == ["loss", "logits"] and torch.equal(new.logits, stock.logits)
+    assert len(model(**batch, return_dict=False)) == len(tuple_) == 2
+    assert model(input_ids=batch["input_ids"]).loss is None
+    assert inspect.signature(model.forward) == signature
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**batch).loss, new.loss)
+
+
+def test_together_with_masked_token_head() -> None:
+    model, batch = masked_lm(), mlm_batch(3, 12)
+    loss, gradients = loss_and_gradients(model, batch)
+    apply_fused_cross_entropy(model)
+    apply_masked_token_head(model)
+    assert model.train()(**batch).logits.shape[0] == 1
+    new_loss, new = loss_and_gradients(model, batch)
+    torch.testing.assert_close(new_loss, loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(new[name], gradient, rtol=1e-4, atol=1e-6)
+    other = masked_lm()
+    apply_masked_token_head(other)
+    with pytest.raises(SpeedUpUnavailable, match="swap the two"):
+        apply_fused_cross_entropy(other)
+
+
+def test_works_inside_a_trainer(make_trainer) -> None:
+    algorithms = [MaskedTokenHead(), FusedCrossEntropy()]  # in the wrong order: stages put it right
+    trainer = make_trainer(
+        algorithms, model=HuggingFaceModel(masked_lm(), metrics=[]), max_duration="1ba",
+        train_dataloader=torch.utils.data.DataLoader(MlmRows(8), batch_size=8),
+    )  # fmt: skip
+    trainer.fit()
+    assert [a.evidence["changed"] for a in algorithms] == [1, 1]
+
+
+def test_reuse_is_refused_beside_train_metrics(make_trainer) -> None:
+    model = HuggingFaceModel(masked_lm(), metrics=[LanguageCrossEntropy()])
+    with pytest.raises(SpeedUpUnavailable, match="train metrics"):
+        make_trainer([FusedCrossEntropy(reuse_logits=True)], model=model)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_speedups import FusedCrossEntropy, apply_fused_cross_entropy
+from composer_speedups.errors import SpeedUpUnavailable
+
+HERE = Path(__file__).parent
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+
+
+def test_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", str(HERE / "interpreted_fused_cross_entropy.py")]
+    run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert "skipped" not in run.stdout, run.stdout[-500:]
+
+
+@without_cuda
+def test_refused_without_a_gpu(make_trainer) -> None:
+    assert "masked_token_head" in FusedCrossEntropy().unavailable(torch.device("cpu"))
+    with pytest.raises(SpeedUpUnavailable, match="needs a CUDA device"):
+        make_trainer([FusedCrossEntropy()])
+    with pytest.raises(SpeedUpUnavailable, match="needs a CUDA device"):
+        apply_fused_cross_entropy(torch.nn.Linear(2, 2))
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="reuse_logits is True or False, not 1"):
+        FusedCrossEntropy(reuse_logits=1)

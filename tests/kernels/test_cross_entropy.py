@@ -1,0 +1,73 @@
+"""The Triton kernels without a GPU: through the interpreter, in a process of its own, and compiled for GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from composer_speedups.kernels import cross_entropy as module
+from composer_speedups.kernels.cross_entropy import DTYPES, cross_entropy, reference_cross_entropy
+
+HERE = Path(__file__).parent
+NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+
+
+def test_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", str(HERE / "interpreted_cross_entropy.py")]
+    run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert "skipped" not in run.stdout, run.stdout[-500:]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["_forward_kernel", "_backward_kernel"])
+def test_compiles_for_a_gpu(name: str, dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(module, name)
+    kinds = {"x_ptr": NAMES[dtype], "dx_ptr": NAMES[dtype], "label_ptr": "*i64", "smoothing": "fp32"}
+    kinds |= dict.fromkeys(("loss_ptr", "lse_ptr", "scale_ptr"), "*fp32")
+    constants = {"COLS": module._cols(30522)} | ({"SMOOTH": True} if "SMOOTH" in kernel.arg_names else {})
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": module._WARPS})
+    assert "ptx" in compiled.asm
+
+
+def test_refused_on_the_cpu() -> None:
+    with pytest.raises(ValueError, match="torch's cross_entropy"):
+        cross_entropy(torch.randn(2, 3), torch.tensor([0, 1]))
+
+
+def test_reference_is_torchs() -> None:
+    logits, labels = torch.randn(9, 11).double(), torch.tensor([0, -100, 4, 10, -100, 3, 3, 9, 1])
+    for smoothing in (0.0, 0.2):
+        expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        torch.testing.assert_close(reference_cross_entropy(logits, labels, label_smoothing=smoothing), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reuse", [False, True])
+def test_on_the_gpu(dtype: torch.dtype, reuse: bool) -> None:
+    logits = (torch.randn(300, 30_522, device="cuda") * 4).to(dtype)
+    labels = torch.randint(0, 30_522, (300,), device="cuda")
+    labels[::3] = -100
+    x, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    expected = reference_cross_entropy(wide, labels, label_smoothing=0.1)
+    (want,) = torch.autograd.grad(expected, wide)
+    loss = cross_entropy(x * 1, labels, label_smoothing=0.1, reuse_logits=reuse)
+    (got,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    smallest = 2.0**-24 if dtype == torch.float16 else 1e-8
+    torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=smallest)

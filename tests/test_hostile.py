@@ -1,0 +1,577 @@
+"""Kills, full disks, damaged and foreign checkpoints, shared folders, NaN, and too little memory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from contract import USABLE, bert, make
+from hostile import TINY
+
+from composer_speedups import registry
+from composer_speedups.ablation.isolate import Isolation, Outcome
+from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.checkpoints import Damaged, Saver, exclusive, read_checkpoint
+from composer_speedups.cli import main
+from composer_speedups.errors import CheckpointError
+from composer_speedups.measure import Measurement
+from composer_speedups.recipes import load_recipe
+from composer_speedups.speedup import Stage
+from composer_speedups.training import run
+
+STEPS = 32
+
+
+@pytest.fixture(scope="module")
+def isolation():
+    """Fresh processes at the price of a fork."""
+    with Isolation("hostile:train", PRELOAD, {"OMP_NUM_THREADS": "1"}) as started:
+        yield started
+
+
+def tiny(*overrides: str):
+    return load_recipe("demo/fp32", [*TINY, *overrides])
+
+
+@pytest.fixture(scope="module")
+def whole(isolation, tmp_path_factory) -> dict[str, Any]:
+    """The run that nothing happens to: its losses, its model, its seconds."""
+    folder = tmp_path_factory.mktemp("whole")
+    outcome = isolation.run({"save": str(folder)}, timeout=120)
+    assert outcome.status == "ok", outcome.log
+    assert len(outcome.value["losses"]) == STEPS
+    return outcome.value | {"model": (folder / "model.safetensors").read_bytes(), "folder": folder}
+
+
+@pytest.fixture
+def saved(whole, tmp_path) -> Path:
+    """A folder as the whole run left it, to be damaged: batches 31 and 32 of 32."""
+    folder = tmp_path / "saved"
+    shutil.copytree(whole["folder"], folder, symlinks=True)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != ".lock")
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def newest(folder: Path, back: int = 1) -> Path:
+    return sorted(folder.glob("checkpoints/ep*.pt"), key=lambda p: int(p.name.split("ba")[1].split("-")[0]))[-back]
+
+
+def cli(capsys, *arguments: str) -> tuple[int, list[str]]:
+    capsys.readouterr()
+    code = main(arguments)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return code, captured.err.splitlines()
+
+
+# ---- kill -9
+
+
+def kills(isolation: Isolation, whole: dict[str, Any], folder: Path, count: int, seed: int) -> tuple[int, int, int]:
+    """Kill `count` times, resuming in between. Returns kills, those in the middle of a write, and finished runs."""
+    rng = random.Random(seed)
+    training = whole["seconds"] - whole["setup"]
+    killed = writing = finished = 0
+    while killed < count:
+        delay = rng.uniform(0, whole["setup"] + training * 2.5 / count)
+        outcome = isolation.run({"save": str(folder), "resume": True, "kill_after": delay}, timeout=120)
+        if outcome.status == "ok":
+            finished += 1
+            assert_same_as_whole(outcome, whole, folder)
+            shutil.rmtree(folder)
+            continue
+        assert "killed by SIGKILL" in outcome.reason, outcome
+        killed += 1
+        writing += bool(list(folder.glob("checkpoints/.partial-*")))
+    outcome = isolation.run({"save": str(folder), "resume": True}, timeout=120)
+    assert_same_as_whole(outcome, whole, folder)
+    return killed, writing, finished
+
+
+def assert_same_as_whole(outcome: Outcome, whole: dict[str, Any], folder: Path) -> None:
+    assert outcome.status == "ok", outcome.reason + outcome.log
+    losses = outcome.value["losses"]
+    assert losses == whole["losses"][STEPS - len(losses) :]  # bit for bit
+    assert outcome.value["eval_loss"] == whole["eval_loss"]
+    assert (folder / "model.safetensors").read_bytes() == whole["model"]
+    assert not list(folder.rglob(".*")), "nothing half-written is left"
+    assert len(list(folder.glob("checkpoints/ep*.pt"))) == 2
+
+
+def test_killed_four_times_ends_as_if_never(isolation, whole, tmp_path) -> None:
+    killed, _, _ = kills(isolation, whole, tmp_path / "out", 4, seed=1)
+    assert killed == 4
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_ends_as_if_never(isolation, whole, tmp_path) -> None:
+    killed, writing, finished = kills(isolation, whole, tmp_path / "out", 20, seed=2)
+    print(f"{killed} kills, {writing} of them while a checkpoint was written, {finished} runs ended before theirs")
+    assert killed == 20
+
+
+def test_finished_run_resumed_says_so_and_writes_the_model(isolation, whole, saved) -> None:
+    """As after a kill between the last checkpoint and the model."""
+    outcome = isolation.run({"save": str(saved), "resume": True}, timeout=60)
+    assert_same_as_whole(outcome, whole, saved)
+    assert outcome.value["losses"] == []
+
+
+# ---- damaged and foreign checkpoints
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut in half": lambda data: data[: len(data) // 2],
+    "one bit": lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
+    "empty": lambda data: b"",
+    "its beginning": lambda data: data[:100],
+    "zeros": lambda data: bytes(len(data)),
+    "rubbish": lambda data: random.Random(1).randbytes(len(data)),
+    "text": lambda data: b"version https://git-lfs.github.com/spec/v1\n",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_seen(kind: str, saved) -> None:
+    path = newest(saved)
+    read_checkpoint(path)
+    path.write_bytes(DAMAGE[kind](path.read_bytes()))
+    with pytest.raises(Damaged):
+        read_checkpoint(path)
+
+
+def test_damaged_newest_is_kept_aside_and_the_one_before_taken(isolation, whole, saved) -> None:
+    path = newest(saved)
+    path.write_bytes(path.read_bytes()[:1000])
+    damaged = path.read_bytes()
+    outcome = isolation.run({"save": str(saved), "resume": True}, timeout=60)
+    assert outcome.status == "ok", outcome.log
+    said = [line for line in outcome.log.splitlines() if "is damaged" in line]
+    assert len(said) == 1 and path.name in said[0] and "going on from ep1-ba31-rank0.pt" in said[0]
+    assert path.with_name(f"{path.name}.damaged").read_bytes() == damaged
+    assert outcome.value["losses"] == whole["losses"][-1:]
+    assert (saved / "model.safetensors").read_bytes() == whole["model"]
+
+
+@pytest.fixture
+def refused(saved, capsys):
+    """Resume with changes through the command line; it must end with one line and code 2, and change nothing."""
+
+    def resume(*overrides: str) -> str:
+        before = digests(saved)
+        code, lines = cli(capsys, "train", "demo/fp32", *TINY, *overrides, "--save", str(saved), "--resume")
+        errors = [line for line in lines if line.startswith("error: ")]
+        assert code == 2 and len(errors) == 1 and lines[-1] == errors[0], lines
+        assert digests(saved) == before, "nothing may be overwritten"
+        return errors[0]
+
+    return resume
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    content = read_checkpoint(path)
+    edit(content)
+    torch.save(content, path)
+
+
+def test_all_damaged(saved, refused) -> None:
+    for path in saved.glob("checkpoints/ep*.pt"):
+        path.write_bytes(path.read_bytes()[:5000])
+    message = refused()
+    assert "ep1-ba32-rank0.pt is damaged (" in message and "so are the 1 before it" in message
+    assert "Start anew without --resume" in message
+
+
+def test_from_another_model_or_run(refused) -> None:
+    assert "of another run: model.config.hidden_size is 32 there and 64 here" in refused("model.config.hidden_size=64")
+    assert "of another run: batch_size is 8 there and 16 here" in refused("batch_size=16")
+    assert "of another run: learning_rate is " in refused("learning_rate=3e-3", "batch_size=8")
+    assert "of another run: seed is 17 there and 18 here" in refused("seed=18")
+
+
+def test_from_another_model_that_composer_saved(saved, refused) -> None:
+    for path in saved.glob("checkpoints/ep*.pt"):
+        change(path, lambda content: content["state"]["callbacks"].pop(Saver.__qualname__))
+    message = refused("model.config.hidden_size=64")
+    assert "of another model: model.bert.embeddings.word_embeddings.weight is (256, 32) there and (256, 64)" in message
+    assert "is of another model: model.bert.encoder.layer.1." in refused("model.config.num_hidden_layers=2")
+
+
+def test_from_a_newer_version(saved, refused) -> None:
+    def ours(content: dict[str, Any]) -> None:
+        content["state"]["callbacks"][Saver.__qualname__] |= {"format": 2, "version": "9.1"}
+
+    def composers(content: dict[str, Any]) -> None:
+        content["state"]["metadata"]["composer_env_info"]["composer_version"] = "1.0.0"
+
+    change(newest(saved), ours)
+    assert "was written by composer_speedups 9.1, which is newer than this" in refused()
+    change(newest(saved), lambda content: content["state"]["callbacks"].pop(Saver.__qualname__))
+    change(newest(saved), composers)
+    assert "was written by Composer 1.0.0, which is newer than this" in refused()
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, (f"touch {os.environ['EVIL']}",))
+
+
+def test_nothing_in_a_checkpoint_runs_code(saved, refused, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("EVIL", str(tmp_path / "pwned"))
+    content = read_checkpoint(newest(saved))
+    content["state"]["callbacks"]["x"] = Evil()
+    torch.save(content, newest(saved))
+    message = refused()
+    assert "asks for posix.system, which could run code: it was not loaded" in message
+    assert not (tmp_path / "pwned").exists()
+    torch.load(newest(saved), weights_only=False)
+    assert (tmp_path / "pwned").exists(), "the test must be able to fail"
+
+
+def test_starting_anew_keeps_what_was_there(saved, whole) -> None:
+    before = digests(saved / "checkpoints")
+    run(tiny("duration=1ba", "schedule.warmup=0ba"), save=saved)
+    assert digests(saved / "checkpoints-old") == before
+    assert [p.name for p in saved.glob("checkpoints/ep*.pt")] == ["ep0-ba1-rank0.pt"]
+    run(tiny("duration=1ba", "schedule.warmup=0ba"), save=saved)
+    assert digests(saved / "checkpoints-old") == before
+    assert (saved / "checkpoints-old-2").is_dir()
+
+
+def test_resume_where_nothing_is_starts_anew(tmp_path) -> None:
+    result = run(tiny("duration=1ba", "schedule.warmup=0ba"), save=tmp_path / "new", resume=True)
+    assert (result.steps, result.status) == (1, "ok")
+
+
+def test_composer_itself_loads_our_checkpoints(whole) -> None:
+    """They are Composer's own format: `Trainer(load_path=...)` without this package's part takes them."""
+    from composer import Trainer
+    from composer.models import HuggingFaceModel
+
+    content = read_checkpoint(newest(whole["folder"]))
+    result = run(tiny("duration=1ba", "schedule.warmup=0ba"))
+    assert result.steps == 1
+    from composer_speedups.tasks import build_task
+    from composer_speedups.tasks.models import build_model
+
+    recipe = tiny()
+    task = build_task(recipe.task, recipe.model, seed=17)
+    model = HuggingFaceModel(build_model(recipe.model, task, seed=3), tokenizer=task.tokenizer)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.AdamW(model.parameters()),
+        load_path=str(newest(whole["folder"])),
+        progress_bar=False,
+        loggers=[],
+        device="cpu",
+    )
+    trainer.close()
+    assert int(trainer.state.timestamp.batch) == STEPS
+    for name, value in content["state"]["model"].items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+# ---- full disk
+
+
+def test_file_that_may_not_grow(isolation, whole, saved) -> None:
+    """The checkpoint of the first step is refused half-way; those of the run before stay as they were."""
+    before = digests(saved)
+    size = newest(saved).stat().st_size
+    payload = {"save": str(saved), "resume": True, "overrides": ["duration=3ep"], "file_size": size // 2}
+    outcome = isolation.run(payload, timeout=60)
+    assert outcome.status == "failed", outcome
+    assert "ep2-ba33-rank0.pt cannot be written: " in outcome.reason and "make room there" in outcome.reason
+    assert "What was saved before is intact" in outcome.reason
+    assert digests(saved) == before
+
+
+def test_full_disk(isolation, whole, tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = newest(whole["folder"]).stat().st_size
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 5 // 2}", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        outcome = isolation.run({"save": str(disk / "out")}, timeout=60)
+        assert outcome.status == "failed"
+        assert "ep0-ba3-rank0.pt cannot be written: No space left on device" in outcome.reason
+        kept = sorted(p.name for p in (disk / "out/checkpoints").iterdir())
+        assert kept == ["ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt", "latest-rank0.pt"]
+        subprocess.run(["mount", "-o", f"remount,size={size * 8}", str(disk)], check=True)
+        outcome = isolation.run({"save": str(disk / "out"), "resume": True}, timeout=60)
+        assert_same_as_whole(outcome, whole, disk / "out")
+        assert len(outcome.value["losses"]) == STEPS - 2
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_folder_that_cannot_be_written(tmp_path, capsys) -> None:
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file/below", Path("/proc/nowhere")):
+        code, lines = cli(capsys, "train", "demo/fp32", *TINY, "--save", str(folder))
+        assert code == 2 and "cannot be written: " in lines[-1], lines
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# ---- two runs in one folder
+
+
+def test_second_run_in_one_folder_is_refused_and_a_killed_one_does_not_block(isolation, whole, tmp_path, capsys):
+    out, refusals = tmp_path / "out", []
+
+    def second(progress: dict[str, Any]) -> None:
+        if progress["phase"] == "train" and not refusals:
+            refusals.append(cli(capsys, "train", "demo/fp32", *TINY, "--save", str(out), "--resume"))
+
+    outcome = isolation.run({"save": str(out)}, timeout=120, report=second)
+    assert_same_as_whole(outcome, whole, out)
+    (code, lines) = refusals[0]
+    assert code == 2 and sum(line.startswith("error: ") for line in lines) == 1
+    assert f"{out} is in use by another run (process " in lines[-1]
+
+    out = tmp_path / "killed"
+    outcome = isolation.run({"save": str(out), "kill_after": whole["setup"] + 0.2}, timeout=120)
+    assert "killed" in outcome.reason
+    assert (out / ".lock").exists(), "the killed run left its lock file"
+    outcome = isolation.run({"save": str(out), "resume": True}, timeout=120)
+    assert_same_as_whole(outcome, whole, out)
+
+
+def test_the_lock_ends_with_the_run_and_is_not_inherited(tmp_path) -> None:
+    with exclusive(tmp_path):
+        with pytest.raises(CheckpointError, match="in use"), exclusive(tmp_path):
+            pass
+        child = os.fork()
+        if child == 0:  # as a data-loading worker
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with exclusive(tmp_path):
+            pass
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert os.listdir(tmp_path) == []
+
+
+# ---- NaN and infinite losses
+
+
+def test_a_run_that_stays_nan_is_ended_and_leaves_the_last_good_checkpoint(tmp_path, capsys) -> None:
+    arguments = ("learning_rate=1e30", "duration=50ep", "schedule.warmup=0ba", "--save", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"no checkpoint ep\d+-ba\d+-rank0.pt: the weights are not finite"):
+        code, lines = cli(capsys, "train", "demo/fp32", *TINY, *arguments, "--checkpoint-interval", "1ba")
+    assert code == 1
+    assert any("No model was saved" in line for line in lines)
+    assert not (tmp_path / "model.safetensors").exists()
+    for path in tmp_path.glob("checkpoints/ep*.pt"):
+        assert all(bool(v.isfinite().all()) for v in read_checkpoint(path)["state"]["model"].values())
+
+
+def measured(losses: list[float]) -> Measurement:
+    measurement = Measurement()
+    measurement._cuda, measurement._compiled, measurement._mark, measurement._began = False, 0.0, 0.0, 0.0
+    for loss in losses:
+        state = SimpleNamespace(total_loss_dict={"loss/train/total": loss}, stop_training=lambda: None)
+        measurement.batch_end(state, None)
+        if measurement.gave_up:
+            break
+    return measurement
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_few_steps_without_a_finite_loss_are_survived(bad: float) -> None:
+    """The scaler of fp16 skips such steps; 25 in a row are too many."""
+    assert not measured([1.0, *[bad] * 24, 1.0, *[bad] * 24, 1.0]).gave_up
+    lost = measured([1.0, *[bad] * 25, 1.0])
+    assert lost.gave_up and len(lost.losses) == 26
+
+
+OPTIMIZERS = [key for key in USABLE if registry.speedup_class(key).stage is Stage.OPTIMIZER]
+
+
+@pytest.mark.parametrize("key", OPTIMIZERS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_scaler_skips_a_step_without_finite_gradients_and_recovers(key: str, bad: float) -> None:
+    model = bert()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    make(key).convert(optimizer, model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+
+    def step(spoil: bool) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        scaler.scale(sum(p.square().sum() for p in model.parameters())).backward()
+        if spoil:
+            next(model.parameters()).grad[0] = bad
+        scaler.step(optimizer)
+        scaler.update()
+        return [p.detach().clone() for p in model.parameters()]
+
+    first = step(spoil=False)
+    moments = [t.clone() for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    spoilt = step(spoil=True)
+    assert all(map(torch.equal, first, spoilt)), "a spoilt step must change no weight"
+    now = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    assert all(map(torch.equal, moments, now)), "nor a moment"
+    assert scaler.get_scale() == 2.0**15
+    after = step(spoil=False)
+    assert all(bool(p.isfinite().all()) for p in after)
+    assert not any(map(torch.equal, spoilt, after))
+
+
+@pytest.mark.gpu
+def test_fp16_scaler_skips_and_recovers_in_a_real_run(tmp_path) -> None:
+    """A scale of 2**30 overflows in fp16; each skipped step halves it, until the gradients fit."""
+    from composer import Callback, Trainer
+    from composer.models import HuggingFaceModel
+    from conftest import BatchDataset, bert_config
+    from transformers import BertForSequenceClassification
+
+    scales: list[float] = []
+
+    class TooLarge(Callback):
+        def fit_start(self, state: Any, logger: Any) -> None:
+            state.scaler._init_scale = 2.0**30
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            scales.append(state.scaler.get_scale())
+
+    model = HuggingFaceModel(BertForSequenceClassification(bert_config()))
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        algorithms=[registry.build("mixed_precision", dtype="fp16"), registry.build("fused_adamw")],
+        train_dataloader=torch.utils.data.DataLoader(BatchDataset(32), batch_size=8),
+        max_duration="15ep",
+        callbacks=[TooLarge()],
+        device="gpu",
+        progress_bar=False,
+        loggers=[],
+    )
+    trainer.fit()
+    trainer.close()
+    skipped = sum(b < a for a, b in zip([2.0**30, *scales], scales, strict=False))
+    steps = {int(s["step"]) for s in trainer.state.optimizers[0].state.values()}
+    assert skipped >= 3 and steps == {60 - skipped}
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+# ---- too little memory
+
+
+BIG = ["task.max_length=512", "task.mean_length=500", "task.train_samples=64", "duration=1ep", "schedule.warmup=0ba"]
+
+
+def test_out_of_memory_in_training_names_the_batch_and_a_smaller_one(isolation) -> None:
+    payload = {"overrides": [*BIG, "batch_size=64", "evaluate=false"], "memory": 400 * 2**20}
+    outcome = isolation.run(payload, timeout=120)
+    assert outcome.status == "out_of_memory", outcome
+    assert "with 64 samples a forward pass: try microbatch_size=32, which keeps the batch at 64" in outcome.reason
+    assert "MiB" in outcome.reason
+
+
+def test_out_of_memory_in_evaluation_names_the_evaluation_batch(isolation) -> None:
+    payload = {
+        "overrides": [*BIG, "duration=1ba", "batch_size=1", "eval_batch_size=48", "task.eval_samples=48"],
+        "memory": 250 * 2**20,
+    }
+    outcome = isolation.run(payload, timeout=120)
+    assert outcome.status == "out_of_memory", outcome
+    assert "with 48 samples an evaluation pass: try eval_batch_size=24" in outcome.reason
+
+
+def test_out_of_memory_before_the_first_batch_names_the_model(isolation) -> None:
+    payload = {
+        "overrides": ["model.config.hidden_size=2048", "model.config.num_hidden_layers=8"],
+        "memory": 300 * 2**20,
+    }
+    outcome = isolation.run(payload, timeout=120)
+    assert outcome.status == "out_of_memory", outcome
+    assert "before its first batch" in outcome.reason and "smaller model" in outcome.reason
+
+
+# ---- bad input, through the command line
+
+
+TEXT = "task={name: text, path: rows.csv, text_column: words, label_column: kind}"
+BAD = {
+    "unknown recipe": (["demo/fp23"], "unknown recipe 'demo/fp23'. Nearest: demo/fp32"),
+    "unknown key": (["demo/fp32", "batchsize=3"], "unknown key 'batchsize'. Nearest: batch_size"),
+    "wrong type": (["demo/fp32", "batch_size=many"], "batch_size must be a positive integer, got 'many'"),
+    "negative batch": (["demo/fp32", "batch_size=-8"], "batch_size must be a positive integer, got -8"),
+    "twice": (["demo/fp32", "speedups=[fused_adamw, fused_adamw]"], "'fused_adamw' is listed twice"),
+    "fp16 with bf16": (["twice.yaml"], "twice.yaml:3: speed-up 'mixed_precision' is listed twice"),
+    "unreadable YAML": (["broken.yaml"], "broken.yaml:2: cannot be read as YAML"),
+    "no file": (["gone.yaml"], "gone.yaml: there is no such file"),
+    "code": (["demo/fp32", "seed=!!python/object/apply:os.system [id]"], "is not allowed"),
+}
+BAD_LATER = {
+    "two optimizers": (["demo/fp32", "speedups=[fused_adamw, foreach_adamw]"], "contradict each other"),
+    "wrong argument": (["demo/fp32", "speedups.mixed_precision={dtype: fp8}"], "fp8"),
+    "no column": (["demo/fp32", TEXT], "words"),
+    "no model folder": (["demo/fp32", TINY[0], "model={name: ./nowhere}"], "nowhere"),
+    "hub": (["demo/fp32", TINY[0], "model={name: some/bert, pretrained: true}"], "hub"),
+}
+
+
+@pytest.fixture
+def bad_files(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text("text,label\ngood,1\nbad,0\n")
+    Path("twice.yaml").write_text("speedups:\n- mixed_precision: {dtype: fp16}\n- mixed_precision: {dtype: bf16}\n")
+    Path("broken.yaml").write_text("batch_size: [1\n")
+
+
+@pytest.mark.parametrize("command", ["train", "ablate"])
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_line_and_code_2(kind: str, command: str, bad_files, capsys) -> None:
+    words, expected = BAD[kind]
+    code, lines = cli(capsys, command, *words)
+    assert code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith("error: ") and expected in lines[0]
+
+
+@pytest.mark.parametrize("kind", BAD_LATER)
+def test_bad_input_found_before_training_is_one_line_and_code_2(kind: str, bad_files, capsys, monkeypatch) -> None:
+    if kind == "hub":
+        from huggingface_hub import constants
+
+        from composer_speedups.tasks import hub
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        hub.unreachable.cache_clear()
+    words, expected = BAD_LATER[kind]
+    try:
+        code, lines = cli(capsys, "train", *words, "--save", "out")
+    finally:
+        if kind == "hub":
+            hub.unreachable.cache_clear()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert code == 2 and len(errors) == 1 and lines[-1] == errors[0], lines
+    assert expected in errors[0]
+    assert not list(Path().glob("out/**/*.pt"))
+
+
+@pytest.mark.slow
+def test_two_optimizers_in_an_ablation(bad_files, capsys) -> None:
+    code, lines = cli(capsys, "ablate", *BAD_LATER["two optimizers"][0], "--out", "out")
+    assert code == 2 and "contradict each other" in lines[-1], lines
