@@ -57,7 +57,7 @@ OVERRIDES = {"cpu": (), "cuda": ("batch_size=64", "task.name=docstrings", "model
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5, help="runs of each entry (default: 5)")
-    parser.add_argument("--batches", type=int, default=6, help="batches of an epoch, of which a run does two (default: 6)")
+    parser.add_argument("--batches", type=int, default=6, help="batches of an epoch (default: 6)")
     parser.add_argument("--only", nargs="*", help="parts of the names of the entries to measure")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args(arguments)

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,7 +119,8 @@ def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
 
 def speedups(device: torch.device) -> Iterator[Finding]:
     """Every speed-up of this package, and what it says of this machine."""
-    for key in registry.keys():
+    keys = registry.keys()
+    for key in keys:
         for arguments in _CHOICES.get(key, [{}]):
             name = key + (f" ({', '.join(map(str, arguments.values()))})" if arguments else "")
             try:
@@ -178,7 +180,7 @@ def _flash(gpus: list[Any]) -> Finding:
     if not gpus:
         return Finding("flash attention", True, "PyTorch's own for the CPU, chosen by scaled_dot_product_attention")
     built = torch.backends.cuda.is_flash_attention_available()
-    new_enough = torch.cuda.get_device_capability() >= (8, 0)
+    new_enough = all(int(gpu["capability"].split(".")[0]) >= 8 for gpu in gpus)
     works = built and new_enough and torch.backends.cuda.flash_sdp_enabled()
     text = "PyTorch's own, in fp16 and bf16" if works else "PyTorch's memory-efficient kernel is used instead"
     package = _version("flash-attn")
@@ -186,9 +188,14 @@ def _flash(gpus: list[Any]) -> Finding:
 
 
 def _config(model: str) -> Any:
-    from composer_speedups.tasks.models import load_config, resolve
+    from transformers import AutoConfig
+
+    from composer_speedups.tasks.models import known, load_config, resolve
     from composer_speedups.tasks.spec import ModelSpec
 
+    # The sizes of well-known models are known here: no need to ask the hub, and no word about missing weights.
+    if not Path(model).exists() and (shape := known(model)) is not None:
+        return AutoConfig.for_model(shape[0], **shape[1])
     return load_config(resolve(ModelSpec(name=model)))
 
 

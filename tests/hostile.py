@@ -27,9 +27,12 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     `kill_after`: seconds until kill -9. `memory`: bytes of address space beyond what is used already.
     `file_size`: no file may grow beyond these bytes.
     """
+    import torch
+
     from composer_speedups.recipes import load_recipe
     from composer_speedups.training import run
 
+    torch.set_num_threads(1)  # other threads would need address space of their own
     began = time.monotonic()
     recipe = load_recipe("demo/fp32", [*TINY, *payload.get("overrides", ())])
     if "file_size" in payload:

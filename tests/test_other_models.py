@@ -19,9 +19,8 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
 from contract import USABLE, batch, case, forward_and_gradients, make, tolerance
 
-from composer_speedups import registry
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.speedup import Stage
+from composer_speedups.speedup import SpeedUp, Stage
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 TEXT = {"vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 0, "num_labels": 3}
@@ -31,7 +30,8 @@ BERT_LIKE = SIZES | TEXT | NO_DROPOUT
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "Roberta": lambda: transformers.RobertaConfig(**BERT_LIKE, type_vocab_size=1),
     "DistilBert": lambda: transformers.DistilBertConfig(
-        **TEXT, dim=32, n_layers=2, n_heads=4, hidden_dim=64, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0
+        **TEXT, dim=32, n_layers=2, n_heads=4, hidden_dim=64,
+        dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0,
     ),
     "Electra": lambda: transformers.ElectraConfig(**BERT_LIKE, embedding_size=16, classifier_dropout=0.0),
     "DebertaV2": lambda: transformers.DebertaV2Config(
@@ -39,8 +39,9 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "Albert": lambda: transformers.AlbertConfig(**BERT_LIKE, embedding_size=16, classifier_dropout_prob=0.0),
     "MPNet": lambda: transformers.MPNetConfig(**BERT_LIKE),
+    # A window of 13 to each side: stock eager ModernBERT gives NaN where a padded token sees none but padded ones.
     "ModernBert": lambda: transformers.ModernBertConfig(
-        **SIZES, **TEXT, local_attention=8, global_attn_every_n_layers=2, reference_compile=False, **_MODERN
+        **SIZES, **TEXT, local_attention=26, global_attn_every_n_layers=2, reference_compile=False, **_MODERN
     ),
     "ViT": lambda: transformers.ViTConfig(**SIZES, **NO_DROPOUT, num_labels=3, image_size=16, patch_size=4),
     "GPT2": lambda: transformers.GPT2Config(
@@ -92,49 +93,50 @@ def test_works_or_says_that_it_does_not_apply(family: str, key: str) -> None:
     stock = built(family, head)
     model = copy.deepcopy(stock)
     algorithm = make(key)
-    wrapped = HuggingFaceModel(model, metrics=[], use_logits=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer = Trainer(
-                model=wrapped,
-                optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False),
-                algorithms=[algorithm],
-                train_dataloader=loader(family, head),
-                max_duration="1ba",
-                device="cpu",
-                progress_bar=False,
-                loggers=[],
-            )
+            measured, moved = train(model, algorithm, family, head)
         except SpeedUpUnavailable as error:
-            print("OUTCOME", family, key, f"does not apply: {error}")
+            print("OUTCOME", family, key, "refused:", error)
             assert "\n" not in str(error) and (key in str(error) or type(algorithm).__name__ in str(error))
-            assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()], "changed, then raised"
+            assert all(torch.equal(p, stock.get_parameter(n)) for n, p in model.named_parameters()), (
+                "trained, then raised"
+            )
             return
+    warned = [str(w.message) for w in caught if issubclass(w.category, NoEffectWarning)]
+    print("OUTCOME", family, key, f"does not apply: {warned[0]}" if warned else "works")
+    assert bool(warned) == (algorithm.evidence["changed"] == 0), algorithm.evidence
+    assert not any("\n" in text for text in warned)
+    assert not (warned and algorithm.stage in (Stage.PRECISION, Stage.OPTIMIZER)), "these ask nothing of a model"
+    expected_loss, expected = forward_and_gradients(copy.deepcopy(stock).double(), in_double(data_of(family, head)))
+    loss, grads = measured
+    bound = tolerance(case(key).dtype)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=bound)
+    assert ((grads - expected).norm() / expected.norm()).item() <= bound
+    assert len(moved) > 5 and all(p.isfinite().all() for p in model.parameters())
+
+
+def train(model: torch.nn.Module, algorithm: SpeedUp, family: str, head: str):
+    """Loss and gradients with the speed-up installed; then train a batch, and return which parameters moved, too."""
+    trainer = Trainer(
+        model=HuggingFaceModel(model, metrics=[], use_logits=True),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False),
+        algorithms=[algorithm],
+        train_dataloader=loader(family, head),
+        max_duration="1ba",
+        device="cpu",
+        progress_bar=False,
+        loggers=[],
+    )
     try:
-        warned = [str(w.message) for w in caught if issubclass(w.category, NoEffectWarning)]
-        assert bool(warned) == (algorithm.evidence["changed"] == 0), algorithm.evidence
-        assert not any("\n" in text for text in warned)
-        print("OUTCOME", family, key, f"does not apply: {warned[0]}" if warned else "works")
-        data = data_of(family, head)
-        loss, grads = forward_and_gradients(trainer.state.model, data)
-        expected_loss, expected = forward_and_gradients(copy.deepcopy(stock).double(), in_double(data))
-        bound = tolerance(case(key).dtype)
-        assert loss.item() == pytest.approx(expected_loss.item(), rel=bound)
-        assert ((grads - expected).norm() / expected.norm()).item() <= bound
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        measured = forward_and_gradients(trainer.state.model, data_of(family, head))
         trainer.fit()
-        moved = [n for n, p in model.named_parameters() if not torch.equal(p, stock.get_parameter(n))]
-        assert len(moved) > 5 and all(p.isfinite().all() for p in model.parameters())
+        return measured, [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
     finally:
         trainer.close()
 
 
 def in_double(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v.double() if v.is_floating_point() else v for k, v in data.items()}
-
-
-def test_what_knows_no_architecture_works_for_all() -> None:
-    """Optimizers, precision and compile ask nothing of a model; the test above would also pass if they all warned."""
-    stages = {Stage.OPTIMIZER, Stage.PRECISION}
-    keys = [key for key in USABLE if registry.speedup_class(key).stage in stages]
-    assert {"fused_adamw", "mixed_precision", "matmul_precision"} <= set(keys)

@@ -225,13 +225,8 @@ plausible = st.one_of(
     st.floats(0, 1, exclude_min=True).map(str),
     st.sampled_from(["true", "false", "null", "2ep", "30ba", "linear", "cosine", "docstrings", "high", "bf16", "{}"]),
 )
-written = st.one_of(
-    plausible,
-    plausible,
-    words,
-    st.sampled_from(SPICE),
-    values.map(lambda v: yaml.safe_dump(v, default_flow_style=True)),
-)
+dumped = values.map(lambda value: yaml.safe_dump(value, default_flow_style=True))
+written = st.one_of(plausible, plausible, words, st.sampled_from(SPICE), dumped)
 
 
 @settings(max_examples=EXAMPLES["override"], **quick)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from composer_speedups.ablation.drawing import SERIES, Drawing, ticks
@@ -127,13 +127,21 @@ def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | No
         places = [(px + 9, py + 4), (px - 9 - width, py + 4)]
         places += [(px - width / 2, py + d) for d in (-10, 19)]
         places += [(px + side, py + d) for d in (-9, 17, -22, 30, -35, 43) for side in (7, -7 - width)]
-        for tx, ty in places:
+        best_place: tuple[float, float, float, tuple[float, float, float, float]] | None = None
+        for order, (tx, ty) in enumerate(places):
             box = (tx - 3, ty - 11, tx + width + 3, ty + 3)
             inside = box[0] > 56 and box[2] < 458 and box[1] > 0 and box[3] < 302
-            if inside and not any(_overlap(box, other) for other in taken):
-                taken.append(box)
-                drawing.text(tx, ty, name, size=12)
-                break
+            if not inside or any(_overlap(box, other) for other in taken):
+                continue
+            # A name that lies nearer to another point would be read as that one's.
+            own = _distance(box, (px, py))
+            nearest = min((_distance(box, (x(m), y(s))) for m, s in points if (m, s) != point), default=math.inf)
+            cost = order + (30 if nearest <= own else 0) + 8 * sum(_crosses(box, pair) for pair in pairwise(stairs))
+            if best_place is None or cost < best_place[0]:
+                best_place = (cost, tx, ty, box)
+        if best_place is not None:
+            taken.append(best_place[3])
+            drawing.text(best_place[1], best_place[2], name, size=12, halo=True)
     return drawing
 
 
@@ -228,6 +236,17 @@ def _curve(results: Sequence[Mapping[str, Any]], value: Callable[..., list[float
 
 def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _distance(box: tuple[float, float, float, float], point: tuple[float, float]) -> float:
+    across = max(box[0] - point[0], 0.0, point[0] - box[2])
+    return math.hypot(across, max(box[1] - point[1], 0.0, point[1] - box[3]))
+
+
+def _crosses(box: tuple[float, float, float, float], line: tuple[tuple[float, float], tuple[float, float]]) -> bool:
+    """Whether a level or upright line runs through a box."""
+    (x0, y0), (x1, y1) = line
+    return _overlap(box, (min(x0, x1) - 1, min(y0, y1) - 1, max(x0, x1) + 1, max(y0, y1) + 1))
 
 
 def _cut(text: str, width: float) -> str:

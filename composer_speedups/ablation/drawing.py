@@ -63,9 +63,18 @@ class Drawing:
     def dot(self, x: float, y: float, radius: float, colour: str, hint: str = "", hollow: bool = False) -> None:
         self._shapes.append(("dot", dict(x=x, y=y, radius=radius, colour=colour, hint=hint, hollow=hollow)))
 
-    def text(self, x: float, y: float, text: str, colour: str = "ink", anchor: str = "start", size: float = 13) -> None:
-        """`y` is the line on which the letters stand; `anchor` is `start`, `middle` or `end`."""
-        self._shapes.append(("text", dict(x=x, y=y, text=text, colour=colour, anchor=anchor, size=size)))
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        colour: str = "ink",
+        anchor: str = "start",
+        size: float = 13,
+        halo: bool = False,
+    ) -> None:
+        """`y` is the line on which the letters stand; `anchor` is `start`, `middle` or `end`; a halo hides lines."""
+        self._shapes.append(("text", dict(x=x, y=y, text=text, colour=colour, anchor=anchor, size=size, halo=halo)))
 
     def svg(self, themed: bool = False) -> str:
         """SVG; `themed` takes the colours of the page that it is put into."""
@@ -95,6 +104,8 @@ class Drawing:
             else:
                 place = f'x="{s["x"]:.1f}" y="{s["y"]:.1f}" text-anchor="{s["anchor"]}"'
                 font = f'font-family="{_FONT}" font-size="{s["size"]:g}" fill="{colour}"'
+                if s["halo"]:
+                    font += f' paint-order="stroke" stroke="{colours["page"]}" stroke-width="4"'
                 out.append(f"<text {place} {font}>{escape(s['text'])}</text>")
         return "".join(out) + "</svg>"
 
@@ -120,7 +131,8 @@ class Drawing:
             else:
                 anchor = {"start": "ls", "middle": "ms", "end": "rs"}[s["anchor"]]
                 font = ImageFont.load_default(s["size"] * k)
-                pen.text((s["x"] * k, s["y"] * k), s["text"], fill=colour, font=font, anchor=anchor)
+                edge = dict(stroke_width=2 * k, stroke_fill=_COLOURS["page"]) if s["halo"] else {}
+                pen.text((s["x"] * k, s["y"] * k), s["text"], fill=colour, font=font, anchor=anchor, **edge)
         size = (round(self.width * _SCALE), round(self.height * _SCALE))
         buffer = io.BytesIO()
         image.resize(size, Image.Resampling.LANCZOS).save(buffer, "PNG", optimize=True)

@@ -60,7 +60,7 @@ def apply_length_grouped_batches(
         multiple_of: the width left is a multiple of this.
         seed: of the order, if the loader has no `DistributedSampler` with a seed of its own.
 
-    >>> samples = [{"input_ids": torch.ones(n, dtype=torch.long)} for n in (3, 9, 4, 8)]
+    >>> samples = [{"input_ids": [1] * n} for n in (3, 9, 4, 8)]
     >>> loader = apply_length_grouped_batches(DataLoader(samples, batch_size=2, collate_fn=list))
     >>> len(loader), type(loader.sampler).__name__
     (2, 'LengthGroupedSampler')

@@ -53,10 +53,10 @@ def apply_token_budget_batches(
         multiple_of: padding is cut to a width that is a multiple of this.
         seed: of the order, if the loader has no `DistributedSampler` with a seed of its own.
 
-    >>> samples = [{"input_ids": torch.ones(n, dtype=torch.long)} for n in (1, 2, 3, 4) * 8]
+    >>> samples = [{"input_ids": [1] * n} for n in (1, 2, 3, 4) * 8]
     >>> loader = apply_token_budget_batches(DataLoader(samples, batch_size=8, collate_fn=list), 20)
     >>> [sum(len(sample["input_ids"]) for sample in batch) for batch in loader]
-    [22, 18, 20, 20]
+    [18, 22, 19, 21]
     """
     _check(tokens_per_batch, multiple_of)
     if isinstance(getattr(dataloader, "batch_sampler", None), TokenBudgetSampler):

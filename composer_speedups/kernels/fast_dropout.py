@@ -69,8 +69,9 @@ def fast_dropout(x: torch.Tensor, p: float, training: bool = True, inplace: bool
         training: False returns `x`.
         inplace: write the result to `x`.
 
-    >>> torch.manual_seed(0) and fast_dropout(torch.ones(8), 0.5)
-    tensor([2., 0., 2., 0., 2., 0., 0., 2.])
+    >>> out = fast_dropout(torch.ones(1000), 0.5)
+    >>> out.unique().tolist()
+    [0.0, 2.0]
     """
     if not training or p == 0:
         return x
@@ -98,9 +99,8 @@ def fast_dropout_mask(
         keys: of `draw_keys`, to make the same mask again; None draws new ones. Not made by counting: masks of
             `(k, j)` and `(k, j + 1)` are not independent.
 
-    >>> mask = fast_dropout_mask((2, 3), 0.25)
-    >>> mask.shape, set(mask.unique().tolist()) <= {0.0, 1 / 0.75}
-    (torch.Size([2, 3]), True)
+    >>> fast_dropout_mask((20, 30), 0.5).unique().tolist()
+    [0.0, 2.0]
     """
     if not 0 <= p <= 1:
         raise ValueError(f"p is a probability from 0 to 1, not {p!r}")

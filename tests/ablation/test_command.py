@@ -43,6 +43,46 @@ def test_a_suite_goes_to_its_own_folder(tmp_path: Path):
     assert found[0]["recipe"] == "demo/fp32" and found[0]["baseline"] and len(found) > 5
 
 
+def test_a_dry_run_tells_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["ablate", "finetune/fp16_larger_batch", "--plan", "leave-one-out", "--seeds", "2", "--dry-run"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "To run: 8 runs, about" in text and "Nothing was run" in text
+    assert "8. fp16_larger_batch seed" in text and "batch 56, LR 0.00015" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_a_study_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["ablate", "demo/fp32", "demo/bf16", "--out", "out"]) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(["ablate", "demo/fp32", "demo/bf16", "--out", "out", "--seeds", "2", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "2 runs are finished already" in text and "To run: 2 runs" in text
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+
+
+def test_a_plan_and_equal_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["ablate", "finetune/fp16_larger_batch", "--plan", "one-at-a-time", "--equal-batch", "batch_size=8"]
+    assert main(command) == 0
+    name = "fp16_larger_batch-one-at-a-time-equal-batch"
+    found = rows(tmp_path / "runs" / name)
+    assert found[0]["recipe"] == "finetune/fp32" and found[0]["baseline"]
+    assert "finetune/fp32+mixed_precision" in [row["recipe"] for row in found]
+    assert "finetune/fp32+mixed_precision.equal_batch" in [row["recipe"] for row in found]
+    study = json.loads((tmp_path / "runs" / name / "results.json").read_text())["study"]
+    assert study["command"].endswith("--plan one-at-a-time --equal-batch")
+
+
+def test_two_studies_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for out in ("before", "after"):
+        assert main(["ablate", "demo/fp32", "demo/bf16", "--out", out]) == 0
+    capsys.readouterr()
+    assert main(["report", "before", "after"]) == 0
+    text = capsys.readouterr().out
+    assert "Same environment" in text and "after / before" in text and "1.00x" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -53,7 +93,10 @@ def test_a_suite_goes_to_its_own_folder(tmp_path: Path):
         (["ablate", "demo/fp32", "demo/fp32"], "listed twice"),
         (["ablate", "demo/fp32", "--baseline", "bf16"], "'bf16'"),
         (["ablate", "demo/fp32", "--seeds", "0"], "seeds"),
+        (["ablate", "demo/compile", "--plan", "stairs"], "unknown plan 'stairs'"),
+        (["ablate", "demo/fp32", "--plan", "pairs"], "nothing to compare"),
         (["report", "nowhere"], "no study in nowhere"),
+        (["report", "nowhere", "nothing"], "no study in nowhere"),
         (["report", "."], "no study in"),
     ],
 )

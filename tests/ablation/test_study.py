@@ -140,8 +140,10 @@ def test_verdicts(everything):
 
 def test_every_output_is_there_and_strict(everything):
     out, _, text = everything
-    names = {"runs.sqlite", "results.json", "table.md", "table.csv", "report.html"}
+    names = {"runs.sqlite", "results.json", "table.md", "table.csv", "table.tex", "report.html", "plots"}
     assert {path.name for path in out.iterdir()} == names, "one file each, no journal or temporary file left"
+    plots = {path.name for path in (out / "plots").iterdir()}
+    assert {"speedups.svg", "speedups.png", "speed_memory.svg", "loss_steps.svg", "loss_seconds.png"} <= plots
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")

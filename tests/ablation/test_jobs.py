@@ -1,0 +1,33 @@
+"""The look at the machine that a study takes first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from composer_speedups.ablation.jobs import survey
+from composer_speedups.recipes import Recipe, load_recipe
+
+
+def look(*recipes: Recipe, planned: bool = False) -> dict:
+    return survey({"recipes": list(recipes), "peaks": {}, "planned": planned}, print)
+
+
+def contradictory() -> Recipe:
+    return load_recipe("demo/compile", ["speedups.fused_adamw={}"], check_arguments=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is missing")
+def test_the_reason_is_that_of_the_rows_own_speed_up():
+    found = look(*(load_recipe(f"demo/{name}", check_arguments=False) for name in ("fp32", "tf32", "fp16")))
+    assert found["error"] == "" and set(found["skip"]) == {"demo/tf32", "demo/fp16"}
+    assert found["skip"]["demo/tf32"].startswith("matmul_precision: TF32 needs")
+    assert found["skip"]["demo/fp16"].startswith("mixed_precision: fp16 needs a CUDA GPU")
+    assert found["skip"]["demo/fp16"].endswith("(nor can matmul_precision be used here)")
+
+
+def test_a_contradiction_is_the_users_mistake_or_a_plans_row_to_skip():
+    asked = look(contradictory())
+    assert "contradict each other" in asked["error"] and asked["skip"] == {}
+    planned = look(contradictory(), planned=True)
+    assert planned["error"] == "" and "contradict each other" in planned["skip"]["demo/compile"]

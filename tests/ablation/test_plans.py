@@ -1,0 +1,101 @@
+"""What plans make of the shipped recipes."""
+
+from __future__ import annotations
+
+import pytest
+
+from composer_speedups.ablation.plans import equal_batch, expand, root
+from composer_speedups.errors import RecipeError
+from composer_speedups.recipes import Recipe, load_recipe, load_suite
+
+TRUE_FP32 = {"matmul_precision": {"precision": "highest"}}
+
+
+def load(name: str, *overrides: str) -> Recipe:
+    return load_recipe(name, overrides, check_arguments=False)
+
+
+def rows(plan: str, name: str, *overrides: str) -> tuple[dict[str, Recipe], str]:
+    recipe = load(name, *overrides)
+    found, baseline = expand(plan, [recipe], root(recipe))
+    assert len({r.name for r in found}) == len(found)
+    for made in found:  # what a plan makes must be a recipe that loads again
+        Recipe.model_validate(made.to_dict())
+    return {r.name: r for r in found}, baseline
+
+
+def test_the_root_has_the_base_settings_and_the_overrides():
+    found = root(load("finetune/compile", "batch_size=4", "task.max_length=64"))
+    assert (found.name, found.speedups) == ("finetune/fp32", TRUE_FP32)
+    assert (found.batch_size, found.learning_rate, found.task.max_length) == (4, 1e-4, 64)
+    alone = root(load("finetune/fp32"))
+    assert (alone.name, alone.speedups) == ("finetune/fp32.plain", TRUE_FP32)
+
+
+def test_leave_one_out_brings_the_base_setting_back():
+    found, baseline = rows("leave-one-out", "finetune/compile")
+    full = found[baseline].speedups
+    assert baseline == "finetune/compile" and len(found) == 1 + len(full)
+    for key in full:
+        left = found[f"finetune/compile.without_{key}"].speedups
+        assert left == {k: v for k, v in full.items() if k != key} | (TRUE_FP32 if key == "matmul_precision" else {})
+
+
+def test_a_base_setting_is_not_left_out():
+    found, _ = rows("leave-one-out", "demo/bf16")
+    assert set(found) == {"demo/bf16", "demo/bf16.without_foreach_adamw", "demo/bf16.without_mixed_precision"}
+    assert all(r.speedups["matmul_precision"] == {"precision": "highest"} for r in found.values())
+
+
+def test_one_at_a_time_and_pairs():
+    found, baseline = rows("one-at-a-time", "demo/compile")
+    added = {"foreach_adamw": {}, "mixed_precision": {"dtype": "bf16"}, "torch_compile": {"scope": "block"}}
+    assert baseline == "demo/fp32"
+    assert {n: r.speedups for n, r in found.items()} == {"demo/fp32": TRUE_FP32} | {
+        f"demo/fp32+{key}": TRUE_FP32 | {key: value} for key, value in added.items()
+    }
+    found, _ = rows("pairs", "demo/compile")
+    assert len(found) == 1 + 3 + 3
+    assert set(found["demo/fp32+mixed_precision+torch_compile"].speedups) == {
+        "matmul_precision",
+        "mixed_precision",
+        "torch_compile",
+    }
+
+
+def test_ladder_adds_one_a_row():
+    found, baseline = rows("ladder", "demo/compile")
+    counts = [len(r.speedups) for r in found.values()]
+    assert counts == [1, 2, 3, 4] and baseline == "demo/fp32" and list(found)[-1] == "demo/compile"
+
+
+def test_of_a_suite_each_speed_up_once_with_its_arguments():
+    suite = load_suite("demo", "cpu", check_arguments=False)
+    found, _ = expand("one-at-a-time", suite.recipes, suite.recipes[0])
+    names = [r.name for r in found]
+    assert "demo/fp32+mixed_precision.fp16" in names and "demo/fp32+mixed_precision.bf16" in names
+    assert len(names) == len(set(names))
+    pairs, _ = expand("pairs", suite.recipes, suite.recipes[0])
+    assert "demo/fp32+mixed_precision.fp16+mixed_precision.bf16" not in [r.name for r in pairs]
+
+
+def test_equal_batch_adds_what_differs():
+    recipes = [load("finetune/fp32"), load("finetune/fp16"), load("finetune/fp16_larger_batch")]
+    found = equal_batch(recipes, recipes[0])
+    assert [r.name for r in found] == [*(r.name for r in recipes), "finetune/fp16_larger_batch.equal_batch"]
+    assert (found[-1].batch_size, found[-1].learning_rate, found[-1].published) == (40, 1e-4, None)
+    assert found[-1].speedups == recipes[-1].speedups
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("ladders", "unknown plan 'ladders'. Choose ladder"),
+        ("leave-one-out", "nothing to leave out"),
+        ("pairs", "nothing to compare"),
+    ],
+)
+def test_mistakes(plan: str, message: str):
+    recipe = load("demo/fp32")
+    with pytest.raises(RecipeError, match=message):
+        expand(plan, [recipe], recipe)

@@ -1,0 +1,189 @@
+"""The page, the tables and the pictures of a study, made of fake runs in this process; the page in a real browser."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from rich.console import Console
+
+from composer_speedups.ablation.charts import charts
+from composer_speedups.ablation.compare import compare, differences
+from composer_speedups.ablation.output import Findings, write_all
+from composer_speedups.ablation.plan import interleave
+from composer_speedups.ablation.store import Store
+from composer_speedups.ablation.tables import latex_table, notes
+from composer_speedups.ablation.terminal import terminal_table
+
+HOSTILE = "set/</script><img src=x onerror=alert(1)>&@TABLE@"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def make(folder: Path, seeds: int = 3, speed: float = 1.0, **changes: dict[str, Any]) -> Findings:
+    """A study of fake runs; `changes` go into the results of a recipe."""
+    recipes = {n: fakes.Recipe(f"set/{n}").to_dict() for n in ("base", "fast", "slow", "compiled", "forget", "none")}
+    recipes["forget"]["does"] = "forget"
+    recipes["fast"]["published"] = {"samples_per_second": 270.0, "speedup": 1.4, "wallclock_seconds": 107.0}
+    recipes["compiled"]["speedups"] = {"torch_compile": {"scope": "block"}, "fused_adamw": {}}
+    recipes["fast"]["speedups"] = {"fused_adamw": {}}
+    named = {r["name"]: r for r in recipes.values()} | {HOSTILE: fakes.Recipe(HOSTILE).to_dict()}
+    with Store(folder / "runs.sqlite") as store:
+        study = {
+            "name": "<b>mine</b>",
+            "baseline": "set/base",
+            "command": "composer-speedups ablate 'a<b'",
+            "created": 0,
+        }
+        store.begin(study, list(named.items()))
+        environment = store.add_environment(fakes.survey({"recipes": [], "peaks": {}}, print)["environment"])
+        store.plan(interleave(list(named), range(seeds)))
+        store.skip("set/none", "needs a thing: install it")
+        while run := store.claim(environment):
+            result = fakes.train({"recipe": named[run.recipe], "seed": run.seed}, lambda _: None)
+            result |= changes.get(run.recipe.removeprefix("set/"), {})
+            if run.recipe == "set/compiled":
+                result |= {"samples_per_second": 160.0 + run.seed, "compile_seconds": 12.0}
+            result["samples_per_second"] *= speed
+            store.finish(run, "ok", "", result, "")
+        return write_all(store, folder)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Findings]:
+    folder = tmp_path_factory.mktemp("study")
+    idle = {"evidence": {"fused_adamw": {"changed": 0}}, "warnings": ["NoEffectWarning: FusedAdamW() changed nothing"]}
+    return folder, make(folder, slow=idle)
+
+
+def browse(folder: Path, page: str, script: str, width: int) -> dict[str, Any]:
+    """What `script` finds in `page`, shown in a frame of `width` pixels of a real browser, and the errors there."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    watch = "<script>window.bad = []; addEventListener('error', (e) => bad.push(String(e.message)), true);</script>"
+    inner = html.escape(page.replace("<head>", "<head>" + watch, 1))
+    frame = f"""<!doctype html><body style="margin:0">
+    <iframe srcdoc="{inner}" style="width:{width}px;height:900px;border:0"></iframe><pre id="answer"></pre>
+    <script>const frame = document.querySelector("iframe"); frame.addEventListener("load", () => {{
+      const d = frame.contentDocument, w = frame.contentWindow;
+      const answer = (() => {{ {script} }})();
+      document.querySelector("#answer").textContent = JSON.stringify({{...answer, errors: w.bad}});
+    }});</script>"""
+    (folder / "frame.html").write_text(frame)
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+    command += ["--disable-background-networking", f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000"]
+    command += ["--virtual-time-budget=3000", "--dump-dom", f"file://{folder / 'frame.html'}"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r'<pre id="answer">(.*?)</pre>', dom, re.DOTALL)
+    assert found and found[1], "the page did not load"
+    return json.loads(html.unescape(found[1]))
+
+
+def test_the_page_in_a_browser(study: tuple[Path, Findings], tmp_path: Path):
+    folder, found = study
+    script = """
+      const names = () => [...d.querySelectorAll("tbody tr")].map((row) => row.dataset.recipe);
+      const heads = [...d.querySelectorAll("th button")], by = (text) => heads.find((h) => h.textContent === text);
+      const before = names(); by("Speed-up").click(); const falling = names(); by("Speed-up").click();
+      return {before, falling, rising: names(), wide: d.documentElement.scrollWidth,
+        drawings: [...d.querySelectorAll("figure svg")].filter((s) => s.getBoundingClientRect().height > 100).length,
+        verdict: d.querySelector(".verdict").textContent, images: d.images.length,
+        loaded: w.performance.getEntriesByType("resource").length};"""
+    answer = browse(tmp_path, (folder / "report.html").read_text(), script, 1280)
+    assert answer["errors"] == [] and answer["loaded"] == 0 and answer["images"] == 0
+    assert answer["before"] == [row["recipe"] for row in found.rows], "every row, in order"
+    assert answer["falling"][:2] == ["set/compiled", "set/fast"] and answer["falling"][-1] == "set/none"
+    assert answer["rising"][0] == "set/slow" and answer["rising"][-1] == "set/none", "no number goes last both ways"
+    assert answer["drawings"] == 6
+    assert answer["verdict"] == found.sentence
+    assert answer["wide"] <= 1280
+
+
+def test_no_sideways_scrolling_on_a_phone(study: tuple[Path, Findings], tmp_path: Path):
+    script = """
+      const box = d.querySelector(".scroll");
+      return {wide: d.documentElement.scrollWidth, table: box.scrollWidth, box: box.clientWidth,
+        smallest: Math.min(...[...d.querySelectorAll("p, li, td, dd")].map((e) => parseFloat(
+          w.getComputedStyle(e).fontSize)))};"""
+    answer = browse(tmp_path, (study[0] / "report.html").read_text(), script, 390)
+    assert answer["wide"] == 390 and answer["errors"] == []
+    assert answer["box"] < answer["table"], "the table scrolls inside its own box"
+    assert answer["smallest"] >= 12
+
+
+def test_the_page_holds_hostile_names_as_text(study: tuple[Path, Findings]):
+    page = (study[0] / "report.html").read_text()
+    assert "<img" not in page and "<b>mine" not in page
+    assert page.count("<script>") == 1 and page.count("<table>") == 1
+    assert "http:" not in page and "https:" not in page and "//" not in re.sub(r"//  what has no.*", "", page)[:200]
+
+
+def test_a_switch_that_did_nothing_is_marked(study: tuple[Path, Findings]):
+    folder, found = study
+    row = next(row for row in found.rows if row["recipe"] == "set/slow")
+    assert row["no_effect"] == ["fused_adamw"]
+    assert any("fused_adamw changed nothing" in note for note in notes(found.rows))
+    assert "slow *" in (folder / "report.html").read_text() and "changed nothing" in (folder / "table.md").read_text()
+    assert all(not row["no_effect"] for row in found.rows if row["recipe"] != "set/slow")
+
+
+def test_break_even_of_compile(study: tuple[Path, Findings]):
+    row = next(row for row in study[1].rows if row["recipe"] == "set/compiled")
+    # Against `fast`, the same recipe without compile: 12 s / (1/151.5 - 1/161) = 30,810 samples = 3,852 batches of 8.
+    assert row["break_even_against"] == "set/fast"
+    assert row["break_even_steps"] == 3852 and row["break_even_samples"] == 3852 * 8
+    assert any("paid for after 3,852 steps (30,816 samples) against fast" in note for note in notes(study[1].rows))
+
+
+def test_pictures_are_files_of_both_kinds(study: tuple[Path, Findings]):
+    folder, found = study
+    for name in charts(found.rows, found.runs):
+        ET.parse(folder / "plots" / f"{name}.svg")
+        data = (folder / "plots" / f"{name}.png").read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 2000
+    bars = (folder / "plots" / "speedups.svg").read_text()
+    assert bars.count("<rect") == 1 + 6 and "published: 1.4x" in bars and "no namespace" not in bars
+
+
+def test_drift_and_the_baseline_again(study: tuple[Path, Findings]):
+    line = next(line for line in study[1].conditions if line.startswith("Baseline re-measured"))
+    assert "100, 101, 102 samples/s" in line
+    assert json.loads((study[0] / "results.json").read_text())["study"]["drift"]["runs"] == 18
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_no_name_is_broken(study: tuple[Path, Findings], width: int):
+    rows = [row for row in study[1].rows if row["recipe"] != HOSTILE]
+    long = dict(rows[1]) | {"recipe": "set/adamw_8bit_low_precision_norm"}
+    console = Console(file=io.StringIO(), width=width)
+    console.print(terminal_table([*rows, long], width))
+    text = console.file.getvalue()
+    assert len(text.splitlines()) == len(rows) + 2, "a line each"
+    assert "adamw_8bit_low_precision_norm" in text and max(map(len, text.splitlines())) <= width
+    assert "1.50x" in text
+
+
+def test_latex_is_escaped(study: tuple[Path, Findings]):
+    text = latex_table([dict(study[1].rows[1]) | {"recipe": "a_b&c%d#{x}\\y$"}], "50 % of {it}")
+    assert r"a\_b\&c\%d\#\{x\}\textbackslash{}y\$" in text and r"\caption{50 \% of \{it\}}" in text
+    lines = [line for line in text.splitlines() if line.endswith(r"\\")]
+    assert len({len(re.findall(r"(?<!\\)&", line)) for line in lines}) == 1, "as many cells as heads"
+
+
+def test_two_studies_row_by_row(study: tuple[Path, Findings], tmp_path: Path):
+    other = make(tmp_path / "other", speed=1.25)
+    rows = {row["recipe"]: row for row in compare(study[1], other)}
+    assert rows["set/base"]["ratio"] == pytest.approx(1.25) and rows["set/base"]["verdict"] == "faster"
+    assert rows["set/none"]["verdict"] == "not measured in the first and the second"
+    assert all(row["same_recipe"] for row in rows.values())
+    assert differences(study[1], other) == []
+    changed = Findings(**(vars(other) | {"environment": other.environment | {"python": "4"}}))
+    assert differences(study[1], changed) == ["python: 3 / 4"]

@@ -1,0 +1,71 @@
+"""What the doctor says of machines that we have not, of this one, and of models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import BertConfig
+
+from composer_speedups import registry
+from composer_speedups.cli import main
+from composer_speedups.doctor import capabilities, examine, sizes
+
+
+def machine(capability: str | None = None, flags: tuple[str, ...] = (), kind: str = "x86_64") -> dict:
+    gpus = [{"name": "a GPU", "capability": capability, "memory_bytes": 2**34}] if capability else []
+    return {"hardware": "cuda" if gpus else "cpu", "gpus": gpus, "cpu": {"flags": list(flags), "machine": kind}}
+
+
+@pytest.mark.parametrize(
+    ("facts", "works"),
+    [
+        (machine("7.0"), {"fp16"}),
+        (machine("8.0"), {"fp16", "bf16", "TF32"}),
+        (machine("9.0"), {"fp16", "bf16", "TF32", "fp8"}),
+        (machine(), set()),
+        (machine(flags=("avx512_bf16",)), {"bf16"}),
+        (machine(flags=("amx_bf16", "avx2")), {"bf16"}),
+        (machine(flags=("bf16",), kind="aarch64"), {"bf16"}),
+    ],
+    ids=["V100", "A100", "H100", "old CPU", "Zen 4", "Sapphire Rapids", "Graviton"],
+)
+def test_precisions_of_machines(facts: dict, works: set[str]):
+    found = {f.name: f for f in capabilities(facts)}
+    assert {name for name in ("TF32", "bf16", "fp16", "fp8") if found[name].works} == works
+    assert all(f.works or f.detail for f in found.values()), "what does not work says why"
+
+
+def test_sizes_that_miss_their_multiples():
+    found = {f.name: f for f in sizes(BertConfig())}
+    assert not found["vocab_size"].works and "30522 -> 30528" in found["vocab_size"].detail
+    assert found["hidden_size"].works and found["intermediate_size"].works and found["head size"].works
+    odd = {f.name: f for f in sizes(SimpleNamespace(vocab_size=30528, hidden_size=770, num_attention_heads=11))}
+    assert odd["vocab_size"].works and not odd["hidden_size"].works and not odd["head size"].works
+    assert "intermediate_size" not in odd
+
+
+def test_this_machine():
+    found = examine()
+    device = torch.device(found.environment["hardware"])
+    names = {f.name.partition(" ")[0] for f in found.speedups}
+    assert names == set(registry.keys()), "every speed-up has its line"
+    assert all(f.works or f.detail for f in found.speedups)
+    assert found.first and len(found.first) == len(found.reasons)
+    for key, arguments in found.first.items():  # what it advises can be switched on
+        assert registry.build(key, **arguments).unavailable(device) is None
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    BertConfig(vocab_size=1001).save_pretrained(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "1001 -> 1024" in text and "fused_adamw" in text and "speedups:" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "--model", str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
