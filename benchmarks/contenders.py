@@ -240,10 +240,10 @@ CONTENDERS: dict[str, Callable[[Recipe, int, int], Result]] = {
     "ours": _ours,
     "huggingface": _huggingface,
     "huggingface_best": _huggingface_best,
-    "composer": lambda recipe, steps, seed: _composer(
-        recipe, steps, seed, device="cpu", precision="fp32"
-    )
-    if not torch.cuda.is_available()
-    else _composer(recipe, steps, seed, device="gpu", precision="amp_fp16"),
+    "composer": lambda recipe, steps, seed: (
+        _composer(recipe, steps, seed, device="cpu", precision="fp32")
+        if not torch.cuda.is_available()
+        else _composer(recipe, steps, seed, device="gpu", precision="amp_fp16")
+    ),
     "bare_loop": _bare,
 }

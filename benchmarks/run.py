@@ -154,9 +154,7 @@ def _table(entries: Any, rows: list[dict[str, Any]], options: Any, kind: str) ->
             continue
         ratios = _ratios(rows, name, first)
         shown = f"{statistics.median(ratios):.2f}x [{min(ratios):.2f}, {max(ratios):.2f}]" if ratios else ""
-        lines.append(
-            f"| {name} | {statistics.median(values):.1f} [{min(values):.1f}, {max(values):.1f}] | {shown} |"
-        )
+        lines.append(f"| {name} | {statistics.median(values):.1f} [{min(values):.1f}, {max(values):.1f}] | {shown} |")
     return "\n".join(lines) + "\n"
 
 

@@ -53,7 +53,16 @@ def read_file(path: Path, allow: Sequence[str] = ()) -> Any:
         raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        EOFError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+    ) as error:
         first = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{path} is damaged or no checkpoint: {first}") from error
 

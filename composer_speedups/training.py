@@ -127,6 +127,9 @@ def run(
                 if recipe.evaluate:
                     trainer.eval()
             else:
+                if resume:
+                    # Of a checkpoint written at the end of an epoch: that epoch has no batches left, as it should.
+                    warnings.filterwarnings("ignore", message="No batches were trained for global rank")
                 trainer.fit()
         result = _result(recipe, seed, trainer, measurement, task)
         if finished:

@@ -58,7 +58,7 @@ UNUSABLE = [key for key in ALL if key not in USABLE]
 def bert(head: str = "classification", **changes: Any) -> torch.nn.Module:
     """A small BERT with eager attention and random (not zero) biases and norms, as plain as it gets."""
     import transformers
-    from conftest import bert_config
+    from small import bert_config
 
     cls = {
         "classification": transformers.BertForSequenceClassification,
@@ -77,7 +77,7 @@ def bert(head: str = "classification", **changes: Any) -> torch.nn.Module:
 
 
 def batch(head: str = "classification", padded: bool = True, rows: int = 6, seed: int = 5) -> dict[str, torch.Tensor]:
-    from conftest import padded_batch
+    from small import padded_batch
 
     data = padded_batch(rows, seed=seed)
     if not padded:

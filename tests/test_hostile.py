@@ -442,7 +442,7 @@ def test_fp16_scaler_skips_and_recovers_in_a_real_run(tmp_path) -> None:
     """A scale of 2**30 overflows in fp16; each skipped step halves it, until the gradients fit."""
     from composer import Callback, Trainer
     from composer.models import HuggingFaceModel
-    from conftest import BatchDataset, bert_config
+    from small import BatchDataset, bert_config
     from transformers import BertForSequenceClassification
 
     scales: list[float] = []

@@ -143,7 +143,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers from `low` to `high`.
 
     >>> ticks(0, 47)
-    [0.0, 10.0, 20.0, 30.0, 40.0]
+    [0, 10, 20, 30, 40]
     """
     if not high > low:
         return [low]

@@ -11,7 +11,7 @@ import torch
 import transformers
 from composer.metrics import LanguageCrossEntropy
 from composer.models import HuggingFaceModel
-from conftest import padded_batch
+from small import padded_batch
 from test_masked_token_head import MlmRows, loss_and_gradients, masked_lm, mlm_batch
 
 from composer_speedups import FusedCrossEntropy, MaskedTokenHead, apply_fused_cross_entropy, apply_masked_token_head

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from conftest import padded_batch
 from layer_norm_check import EPS, case, check
 from model_check import check_model, random_weights
+from small import padded_batch
 
 from composer_speedups import FusedLayerNorm, apply_fused_layer_norm
 

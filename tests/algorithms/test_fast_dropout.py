@@ -7,7 +7,7 @@ import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier, HuggingFaceModel
-from conftest import bert_config, padded_batch
+from small import bert_config, padded_batch
 
 from composer_speedups import FastDropout, apply_fast_dropout
 from composer_speedups.algorithms.fast_dropout import _FastDropout

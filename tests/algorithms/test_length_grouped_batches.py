@@ -5,7 +5,7 @@ import torch
 from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Callback
 from composer.models import HuggingFaceModel
-from conftest import BatchDataset, bert_config
+from small import BatchDataset, bert_config
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_speedups import LengthGroupedBatches, apply_length_grouped_batches

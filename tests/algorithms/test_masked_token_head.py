@@ -10,7 +10,7 @@ import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
-from conftest import bert_config, padded_batch
+from small import bert_config, padded_batch
 
 import composer_speedups.algorithms.masked_token_head as module
 from composer_speedups import MaskedTokenHead, Unpadding, apply_masked_token_head, apply_unpadding

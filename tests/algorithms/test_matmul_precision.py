@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from composer.core import Callback, Event
-from conftest import BatchDataset
+from small import BatchDataset
 from torch.backends import cudnn
 
 from composer_speedups import MatmulPrecision, apply_matmul_precision, compat, registry

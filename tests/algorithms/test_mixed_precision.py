@@ -8,7 +8,7 @@ import pytest
 import torch
 from composer.core import Callback, Precision
 from composer.models import ComposerClassifier, HuggingFaceModel
-from conftest import BatchDataset, bert_config, padded_batch
+from small import BatchDataset, bert_config, padded_batch
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups import MixedPrecision, apply_mixed_precision, registry

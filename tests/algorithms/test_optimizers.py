@@ -336,7 +336,7 @@ def test_float64_parameters() -> None:
 
 
 def test_8bit_keeps_32bit_state_for_embeddings(make_trainer) -> None:
-    from conftest import bert_config
+    from small import bert_config
     from transformers import BertForSequenceClassification
 
     model = BertForSequenceClassification(bert_config(vocab_size=512, hidden_size=64, intermediate_size=128))

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
-from conftest import padded_batch
 from model_check import check_model, random_weights
+from small import padded_batch
 
 from composer_speedups import SDPAttention, apply_sdp_attention
 from composer_speedups.algorithms import fused_layer_norm

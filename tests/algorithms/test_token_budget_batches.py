@@ -4,7 +4,7 @@ import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
-from conftest import bert_config
+from small import bert_config
 from test_length_grouped_batches import Indexed, train
 from torch.utils.data import DataLoader
 

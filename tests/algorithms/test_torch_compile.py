@@ -10,7 +10,7 @@ import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier, HuggingFaceModel
-from conftest import BatchDataset, bert_config, padded_batch
+from small import BatchDataset, bert_config, padded_batch
 
 from composer_speedups import LowPrecisionNorm, TorchCompile, apply_torch_compile, registry
 from composer_speedups.compat import compile_counters

@@ -1,0 +1,50 @@
+"""Small models and batches that many tests use."""
+
+from __future__ import annotations
+
+import torch
+
+
+def bert_config(**changes: object):
+    from transformers import BertConfig
+
+    values: dict[str, object] = dict(
+        vocab_size=128,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertConfig(**(values | changes))
+
+
+def padded_batch(
+    rows: int = 6, length: int = 16, vocabulary: int = 128, labels: int = 3, seed: int = 5
+) -> dict[str, torch.Tensor]:
+    """Token ids with a padding mask (rows of different lengths) and labels; the same for the same seed."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, length + 1, (rows,), generator=random)
+    mask = (torch.arange(length)[None] < lengths[:, None]).long()
+    ids = torch.randint(5, vocabulary, (rows, length), generator=random) * mask
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": torch.randint(0, labels, (rows,), generator=random),
+    }
+
+
+class BatchDataset(torch.utils.data.Dataset):
+    """`rows` examples of `padded_batch`, one dict each; the same examples whenever it is made."""
+
+    def __init__(self, rows: int = 32, length: int = 16) -> None:
+        self.data = padded_batch(rows, length)
+
+    def __len__(self) -> int:
+        return len(self.data["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: column[index] for name, column in self.data.items()}
