@@ -111,7 +111,8 @@ def mix_in(mixin: type, module: torch.nn.Module) -> None:
     """Put `mixin` in front of the class of `module`, which then overrides it and may call `super()`.
 
     For classes that differ by family and version of transformers. The new class keeps the old one's name, as
-    transformers looks at names and writes them to files; it pickles and copies.
+    transformers looks at names and writes them to files, and the arguments of its `forward`, as Composer and the
+    Hugging Face Trainer drop every column that is not among them; it pickles and copies.
     """
     if not isinstance(module, mixin):
         module.__class__ = _mixed(mixin, type(module))
