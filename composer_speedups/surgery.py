@@ -128,6 +128,13 @@ def _mixed(mixin: type, cls: type) -> type:
         return _rebuild, (base, *mixins), self.__dict__
 
     body = {"__module__": cls.__module__, "__reduce_ex__": reduce, "_mixture": (mixin, cls)}
+    if hasattr(mixin, "forward"):
+
+        def forward(self, *args, **kwargs):
+            return mixin.forward(self, *args, **kwargs)
+
+        body["forward"] = functools.update_wrapper(forward, cls.forward)
+        forward.__signature__ = inspect.signature(cls.forward)  # for getfullargspec, which does not unwrap
     return type(cls.__name__, (mixin, cls), body)
 
 

@@ -1,0 +1,70 @@
+"""What the documents tell the user to type works: every Python block runs, every command and recipe exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from typer.main import get_command
+
+from composer_speedups.cli import app
+from composer_speedups.recipes import load_recipe, suite_names
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [Path("/tmp/notes/outside.md")]
+
+
+def blocks(language: str) -> list[pytest.param]:
+    """Each fenced block of `language`, named by its document and line."""
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, match.start()) + 2
+            found.append(pytest.param(document, line, match[1], id=f"{document.name}:{line}"))
+    return found
+
+
+@pytest.mark.parametrize(("document", "line", "source"), blocks("python"))
+def test_python_blocks_run(document: Path, line: int, source: str, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)  # a block may write where it stands
+    torch.manual_seed(0)
+    code = compile("\n" * (line - 1) + source, str(document), "exec")  # tracebacks name the document's own line
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # Accelerate's and transformers' own; a speed-up without effect stays an error
+        warnings.simplefilter("error", NoEffectWarning)
+        namespace = {"__name__": "__main__"}
+        exec(code, namespace)
+    if trainer := namespace.get("trainer"):
+        trainer.close()
+    for value in namespace.values():
+        if isinstance(value, torch.nn.Module):
+            assert all(p.isfinite().all() for p in value.parameters())
+
+
+def commands() -> list[pytest.param]:
+    """Each line of a shell block that calls this package's command, without what follows a `#`."""
+    found = []
+    for block in blocks("bash"):
+        _, first, source = block.values
+        for number, text in enumerate(source.splitlines()):
+            words = shlex.split(text, comments=True)
+            if words and words[0] == "composer-speedups":
+                found.append(pytest.param(words[1:], id=f"{block.id.partition(':')[0]}:{first + number}"))
+    return found
+
+
+@pytest.mark.parametrize("words", commands())
+def test_commands_exist_and_take_what_is_shown(words: list[str]) -> None:
+    command = get_command(app).commands[words[0]]
+    command.make_context(words[0], list(words[1:]))  # parses as the real call does, and runs nothing
+    for word in words[1:]:
+        if re.fullmatch(r"(finetune|mlm|memory|cpu|demo)/\w+", word):
+            load_recipe(word)
+    if words[0] == "ablate" and "/" not in words[1]:
+        assert words[1] in suite_names()
