@@ -75,7 +75,7 @@ def fingerprint(model: torch.nn.Module) -> dict[str, object]:
         "requires_grad": [p.requires_grad for p in model.parameters()],
         "training": [m.training for m in model.modules()],
         "modules": [name for name, _ in model.named_modules()],
-        "arguments": (inspect.getfullargspec(model.forward).args, str(inspect.signature(model.forward))),
+        "arguments": list(inspect.signature(model.forward).parameters),
         "hooks": [
             (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks), len(m._backward_pre_hooks))
             for m in model.modules()
