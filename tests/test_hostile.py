@@ -7,6 +7,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -131,6 +132,24 @@ def test_finished_run_resumed_says_so_and_writes_the_model(isolation, whole, sav
     outcome = isolation.run({"save": str(saved), "resume": True}, timeout=60)
     assert_same_as_whole(outcome, whole, saved)
     assert outcome.value["losses"] == []
+
+
+@pytest.mark.parametrize("interval", ["1ba", "1ep"])
+def test_ctrl_c_and_resume_with_dropout_equals_uninterrupted(whole, tmp_path, interval: str) -> None:
+    """Stopping evaluates before it saves; that must not move the random state that dropout goes on from."""
+    asked = []
+
+    def interrupt(progress: Any) -> None:
+        if progress.phase == "train" and not asked:
+            asked.append(progress.step)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    first = run(tiny(), save=tmp_path, report=interrupt, checkpoint_interval=interval)
+    assert first.status == "interrupted" and 0 < first.steps < STEPS
+    assert first.eval_loss is not None
+    second = run(tiny(), save=tmp_path, resume=True, checkpoint_interval=interval)
+    assert first.losses + second.losses == whole["losses"]  # bit for bit
+    assert (tmp_path / "model.safetensors").read_bytes() == whole["model"]
 
 
 # ---- damaged and foreign checkpoints

@@ -30,6 +30,16 @@ def blocks(language: str) -> list[pytest.param]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _fresh_accelerate():
+    """Accelerate keeps its precision for the whole process: one block's must not reach the next one's."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.parametrize(("document", "line", "source"), blocks("python"))
 def test_python_blocks_run(document: Path, line: int, source: str, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)  # a block may write where it stands
