@@ -1,7 +1,7 @@
 """Small C kernels for the CPU, built by the machine's own compiler when first used, and kept.
 
-No build system and no headers of PyTorch: a file of plain C takes pointers and sizes, and `ctypes` calls it,
-which releases the GIL. That compiles in under a second, where an extension against PyTorch takes half a minute.
+No build system and no headers of PyTorch: a file of plain C, with `native.h`, takes pointers and sizes, and `ctypes`
+calls it, which releases the GIL. That compiles in under a second, where an extension against PyTorch takes half a minute.
 OpenMP's symbols are left open at link time: they resolve to the runtime that PyTorch has loaded already, so
 that both share one pool of threads. Where there is no compiler, `load` returns None, and the caller has its
 PyTorch meaning of the kernel to fall back on. `COMPOSER_SPEEDUPS_NATIVE=0` asks for that, too.
@@ -55,7 +55,8 @@ def load(name: str) -> ctypes.CDLL | None:
 def _build(source: Path, compiler: str, threads: tuple[str, ...]) -> Path:
     """The compiled file, from the cache if the same source was built for the same CPU before."""
     flags = (*_FLAGS, *threads)
-    key = "\0".join((source.read_text(), compiler, *flags, platform.machine(), _cpu()))
+    headers = (header.read_text() for header in sorted(source.parent.glob("*.h")))
+    key = "\0".join((source.read_text(), *headers, compiler, *flags, platform.machine(), _cpu()))
     file = f"{source.stem}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.so"
     folder = _folder()
     if (folder / file).is_file():

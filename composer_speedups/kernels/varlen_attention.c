@@ -3,60 +3,15 @@
    Scores are rows x n, of one sequence with all its heads. The dropout mask is that of fast_dropout.c: element i
    takes one half of a hash of i / 2 and two keys. A dropped probability is stored with its sign bit set, so that
    backward needs no mask. varlen_attention.py has the same in PyTorch operations. */
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-static inline uint32_t word(uint32_t j, uint32_t k0, uint32_t k1) {
-  uint32_t h = j * 0x9E3779B9u + k0;
-  h ^= h >> 16 ^ k1;
-  h *= 0x7FEB352Du;
-  h ^= h >> 15;
-  h *= 0x846CA68Bu;
-  return h ^ (h >> 16);
-}
-
-static inline float power_of_e(float x) { /* x <= 0; relative error below 2e-7 */
-  x = x < -87.0f ? -87.0f : x;
-  float t = x * 1.44269504f;
-  float whole = (t + 12582912.0f) - 12582912.0f; /* to the nearest integer: 1.5 * 2^23 */
-  float f = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float y = 1.9875691500e-4f;
-  y = y * f + 1.3981999507e-3f;
-  y = y * f + 8.3334519073e-3f;
-  y = y * f + 4.1665795894e-2f;
-  y = y * f + 1.6666665459e-1f;
-  y = y * f + 5.0000001201e-1f;
-  y = y * f * f + f + 1.0f;
-  uint32_t bits = (uint32_t)((int32_t)whole + 127) << 23;
-  float power;
-  memcpy(&power, &bits, sizeof power);
-  return y * power;
-}
-
-static inline float widen_uint16_t(uint16_t x) {
-  uint32_t bits = (uint32_t)x << 16;
-  float f;
-  memcpy(&f, &bits, sizeof f);
-  return f;
-}
-
-static inline uint16_t narrow_uint16_t(float f) { /* to nearest, ties to even; a NaN of bfloat16 stays one */
-  uint32_t bits;
-  memcpy(&bits, &f, sizeof bits);
-  return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
-}
-
-static inline float widen_float(float x) { return x; }
-static inline float narrow_float(float x) { return x; }
+#include "native.h"
 
 /* 0x80000000 where the element is dropped, for n elements from number `first` on; `least` of -32768 drops none. */
-static inline void draw(uint32_t *sign, uint32_t *words, int16_t *lanes, int64_t first, int64_t n, uint32_t k0,
-                        uint32_t k1, int32_t least) {
-  uint32_t start = (uint32_t)(first / 2);
-  int64_t odd = first & 1, count = (n + odd + 1) / 2;
-  for (int64_t j = 0; j < count; j++) words[j] = word(start + (uint32_t)j, k0, k1);
-  memcpy(lanes, words, (size_t)count * sizeof *words);
+static inline void signs(uint32_t *sign, uint32_t *words, int16_t *lanes, int64_t first, int64_t n, uint32_t k0,
+                         uint32_t k1, int32_t least) {
+  int64_t odd = first & 1;
+  draw(lanes, words, (uint32_t)(first / 2), (n + odd + 1) / 2, k0, k1);
   for (int64_t i = 0; i < n; i++) sign[i] = lanes[i + odd] < least ? 0x80000000u : 0u;
 }
 
@@ -87,7 +42,7 @@ static inline float with_sign(float x, uint32_t sign) {
           sum += e[i];                                                                                      \
         }                                                                                                   \
         float inverse = 1.0f / sum;                                                                         \
-        draw(sign, words, lanes, r * n, n, k0, k1, least);                                                  \
+        signs(sign, words, lanes, r * n, n, k0, k1, least);                                                 \
         for (int64_t i = 0; i < n; i++) {                                                                   \
           float p = e[i] * inverse;                                                                         \
           s[i] = narrow_##TYPE(with_sign(p, sign[i]));                                                      \
