@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from composer_speedups.kernels.native import load
 
-__all__ = ["draw_keys", "fast_dropout", "fast_dropout_mask", "keep_by_torch", "native", "realised"]
+__all__ = ["draw_keys", "fast_dropout", "fast_dropout_mask", "keep_by_torch", "native", "realised", "shape_only"]
 
 Keys = tuple[int, int]
 
@@ -151,8 +152,14 @@ def _dropped(p: float) -> int:
 
 
 def _plain(x: torch.Tensor) -> bool:
-    """Whether `x` has memory of its own that a pointer may be taken to."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+    """Whether `x` has memory of its own that a pointer may be taken to, or is the shape of such a tensor."""
+    known = type(x) in (torch.Tensor, torch.nn.Parameter) or shape_only(x)
+    return known and not torch._C._are_functorch_transforms_active()
+
+
+def shape_only(x: torch.Tensor) -> bool:
+    """Whether `x` has a shape and no numbers, as in a dry run that counts memory (`memory.predict`)."""
+    return isinstance(x, FakeTensor)
 
 
 def _signed(word: int) -> int:
@@ -168,6 +175,8 @@ class _Dropout(torch.autograd.Function):
         if inplace:
             ctx.mark_dirty(x)
         if x.dtype in _KERNELS and native() is not None:
+            if shape_only(x):
+                return x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
             source = x.contiguous()
             target = source if inplace else torch.empty_like(source)
             out = _native(source, target, keys, dropped)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, realised
+from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, realised, shape_only
 from composer_speedups.kernels.native import load
 
 __all__ = ["Lengths", "attention_kernel", "varlen_attention"]
@@ -184,6 +184,9 @@ def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     spans = _spans(queries, keys, q.shape[1])
     blocks: list[Block] = [()] * len(spans)
+    if shape_only(q):
+        heads, width = q.shape[1:]
+        return out, [_shapes(q, heads, s.q.stop - s.q.start, s.k.stop - s.k.start, width) for s in spans]
 
     def work(i: int, span: _Span, buffer: _Buffer) -> None:
         qi, ki, vi = (x[at].transpose(0, 1).contiguous() for x, at in ((q, span.q), (k, span.k), (v, span.k)))
@@ -198,7 +201,16 @@ def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_
     return out, blocks
 
 
+def _shapes(like: torch.Tensor, heads: int, queries: int, keys: int, width: int) -> Block:
+    """What `_forward` keeps of one sequence, without the numbers."""
+    sizes = (queries, width), (keys, width), (keys, width), (queries, keys)
+    return tuple(like.new_empty(heads, *size) for size in sizes)
+
+
 def _backward(gradient, blocks: list[Block], queries: list[int], keys: list[int], dropout_p: float, scale: float):
+    if shape_only(gradient):
+        sizes = (len(gradient), sum(keys), sum(keys))
+        return tuple(gradient.new_empty(size, *gradient.shape[1:]) for size in sizes)
     like = dict(dtype=gradient.dtype, device=gradient.device)
     dq = torch.empty(gradient.shape, **like)
     dk, dv = (torch.zeros(sum(keys), *gradient.shape[1:], **like) for _ in "kv")

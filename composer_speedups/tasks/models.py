@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from composer_speedups.tasks.task import Task
 
-__all__ = ["KNOWN", "Source", "build_model", "load_config", "load_tokenizer", "resolve"]
+__all__ = ["KNOWN", "Source", "build_empty_model", "build_model", "load_config", "load_tokenizer", "resolve"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -190,6 +190,16 @@ def build_model(spec: ModelSpec, task: Task, *, seed: int | None = None) -> PreT
         model = _instantiate(spec, task, config)
     model.float()  # transformers 5 keeps a checkpoint's own dtype; masters in float32 are what the recipes assume
     return model
+
+
+def build_empty_model(spec: ModelSpec, task: Task) -> PreTrainedModel:
+    """The model that `build_model` would make, with weights that mean nothing: for those who ask for its sizes only.
+
+    Inside PyTorch's FakeTensorMode it takes no memory. Of `task` no data is looked at.
+    """
+    config = _configure(spec, task)
+    fresh = replace(task, source=replace(task.source, pretrained=False))
+    return _instantiate(spec, fresh, config).float()
 
 
 def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:

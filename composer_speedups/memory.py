@@ -1,0 +1,379 @@
+"""Memory by kind: what a recipe needs before anything runs, and what a real step then took.
+
+`predict` puts the recipe's model together without memory (PyTorch's FakeTensorMode: shapes, dtypes and devices, no
+numbers), applies the recipe's speed-ups to it, and runs one forward and backward pass. Every tensor that autograd
+keeps for the backward pass is counted as it is kept, so unpadding, low precision norms, checkpointing and an MLM head
+on few tokens count as what they are. Optimizer states follow from the optimizer's layout. `SavedForBackward` counts
+the same in a real step.
+
+What it cannot see: what a compiler keeps instead (usually less), work space inside kernels, and what Python, PyTorch,
+CUDA's context and an allocator's gaps take on top.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from composer.core import State, get_precision_context
+from composer.devices import DeviceCPU, DeviceGPU
+from composer.loggers import Logger
+from composer.models import ComposerModel
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes
+from composer_speedups.tasks import models
+from composer_speedups.tasks.task import DEFAULT_VOCABULARY
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+    from composer_speedups.tasks import Task
+
+__all__ = ["KINDS", "MOST", "Memory", "SavedForBackward", "largest_batch", "optimizer_bytes", "predict", "tensor_bytes"]
+
+log = logging.getLogger("composer_speedups")
+
+KINDS = ("weights", "gradients", "optimizer", "activations")
+MOST = 16_384  # samples in a batch; more are not asked for
+_BLOCK = 256  # weights that share a scale in bitsandbytes' 8-bit state
+_LABELS = 10  # classes, where nobody says how many: a head is small beside its encoder
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, each kind at its most.
+
+    Attributes:
+        weights: parameters and buffers.
+        gradients: at the end of the backward pass.
+        optimizer: moments and whatever else the optimizer keeps.
+        activations: kept by autograd between forward and backward pass, of one microbatch.
+        temporary: what the fullest moment needs beyond the larger of activations and gradients (of which one goes as
+            the other comes).
+        peak: the fullest moment.
+        notes: what was left out of the count.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    peak: int
+    notes: tuple[str, ...] = ()
+
+    def kinds(self) -> dict[str, int]:
+        """The four kinds that a step's tensors have, by name."""
+        return {name: getattr(self, name) for name in KINDS}
+
+
+def predict(
+    recipe: Recipe,
+    *,
+    batch_size: int | None = None,
+    length: int | None = None,
+    lengths: Sequence[int] | None = None,
+    task: Task | None = None,
+    device: torch.device | None = None,
+) -> Memory:
+    """What training `recipe` will need, by kind; takes a second or so and no memory to speak of.
+
+    Args:
+        recipe: a resolved recipe.
+        batch_size: samples of a forward pass on one device; None is the recipe's microbatch or batch.
+        length: tokens of the padded rows; None is the task's longest.
+        lengths: real tokens of each row, which matter to unpadding; None takes all rows as full.
+        task: the task if it has been made, for vocabulary and labels; None assumes what the recipe says of them.
+        device: where it would train; None is this machine's.
+
+    Raises:
+        UserError: the model cannot be had, or the recipe's speed-ups contradict each other.
+    """
+    if lengths is not None:
+        batch_size, length = len(lengths), length or max(lengths)
+    batch_size = batch_size or min(recipe.microbatch_size or recipe.batch_size, recipe.batch_size)
+    length = length or recipe.task.max_length
+    lengths = [length] * batch_size if lengths is None else list(lengths)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    notes: list[str] = []
+    with _as_before(), _quiet():
+        shape = _shape(recipe, length) if task is None else task
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device(device):
+            model = models.build_empty_model(recipe.model, shape).train()
+        state = _state(_Wrapped(model), device)
+        _apply(recipe.algorithms(), state, notes)
+        batch = _batch(lengths, length, recipe, device)
+        saved, meter = SavedForBackward(state.model), _Meter(state.model)
+        with meter, get_precision_context(state.precision):
+            with saved:
+                outputs = state.model(batch)
+                loss = state.model.loss(outputs, batch)
+            loss.backward()
+        del fake, outputs, loss
+        weights = tensor_bytes([*state.model.parameters(), *state.model.buffers()])
+        trained = [p for p in state.model.parameters() if p.grad is not None]
+        gradients = tensor_bytes(p.grad for p in trained)
+        optimizer = optimizer_bytes(recipe, state.model, trained)
+        during_step = _during_step(recipe, trained)
+    kept = weights + optimizer
+    peak = kept + max(meter.peak, gradients + during_step)
+    temporary = max(0, peak - kept - max(saved.bytes, gradients))
+    return Memory(weights, gradients, optimizer, saved.bytes, temporary, peak, tuple(notes))
+
+
+def largest_batch(recipe: Recipe, free: int, *, length: int | None = None, step: int = 8) -> int:
+    """The largest batch whose predicted peak is at most `free` bytes: a multiple of `step`, or below it any number.
+
+    0 if not even one sample fits; `MOST` if that many do.
+    """
+    known: dict[int, int] = {}
+
+    def peak(size: int) -> int:
+        if size not in known:
+            known[size] = predict(recipe, batch_size=size, length=length).peak
+        return known[size]
+
+    fits, size, unit = 0, step, step
+    while peak(size) <= free:
+        if size >= MOST:
+            return MOST
+        fits, size = size, min(4 * size, MOST)
+    too_large, unit = size, step if fits else 1
+    while too_large - fits > unit:
+        # Memory grows along a line once activations outweigh gradients: few looks are enough.
+        share = (free - peak(fits)) / (peak(too_large) - peak(fits)) if fits else 0.5
+        guess = fits + math.floor(share * (too_large - fits) / unit) * unit
+        guess = min(max(guess, fits + unit), too_large - unit)
+        if peak(guess) <= free:
+            fits = guess
+        else:
+            too_large = guess
+    return fits
+
+
+def optimizer_bytes(recipe: Recipe, model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> int:
+    """Bytes of the states that the recipe's optimizer will keep for the parameters `trained`."""
+    eight = recipe.speedups.get("adamw_8bit")
+    whole: set[int] = set()
+    least = math.inf
+    if eight is not None:
+        least = eight.get("min_8bit_size", 4096)
+        if eight.get("embeddings_32bit", True):
+            whole = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    # torch counts steps in a tensor for each parameter; bitsandbytes and Apex in plain integers.
+    step = 0 if recipe.speedups.keys() & {"adamw_8bit", "bnb_adamw", "apex_fused_adamw"} else 4
+    total, maps = 0, 0
+    for parameter in trained:
+        count = parameter.numel()
+        if count >= least and id(parameter) not in whole:
+            total += 2 * (count + 4 * -(-count // _BLOCK))
+            maps = 2 * 256 * 4  # the two tables of values, which all parameters share
+        else:
+            total += 8 * count + step
+    return total + maps
+
+
+def tensor_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the memory behind `tensors`, shared memory counted once.
+
+    >>> x = torch.zeros(10)
+    >>> tensor_bytes([x, x[2:], torch.zeros(2)])
+    48
+    """
+    found: dict[int, int] = {}
+    held = []
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            held.append(storage)  # so that no address is given out twice
+            found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+class SavedForBackward:
+    """Counts what autograd keeps for the backward pass while this context is entered: `with` around a forward pass.
+
+    Memory that belongs to `model`'s parameters and buffers is not counted. Tensors are counted, and kept, as they are.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.bytes = 0
+        self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._hooks: Any = None
+
+    def __enter__(self) -> SavedForBackward:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        # An address is used again once its memory was freed: then it is another one's.
+        if key not in self._own and (key not in self._seen or self._seen[key]() is None):
+            self._seen[key] = weakref.ref(storage)
+            self.bytes += storage.nbytes()
+        return tensor
+
+
+class _Meter(TorchDispatchMode):
+    """Follows how many bytes the results of all operations hold, the model's own memory left out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = weakref.WeakSet([t.untyped_storage() for t in (*model.parameters(), *model.buffers())])
+        self._held = [t.untyped_storage() for t in (*model.parameters(), *model.buffers())]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage not in self._seen:
+                    self._seen.add(storage)
+                    size = storage.nbytes()
+                    self.now += size
+                    weakref.finalize(storage, self._gone, size).atexit = False
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+class _Wrapped(ComposerModel):
+    """What Composer's HuggingFaceModel does in training, without its search through all models there are."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Mapping[str, Any]) -> Any:
+        return self.model(**{key: value for key, value in batch.items() if isinstance(value, torch.Tensor)})
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return outputs["loss"]
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The little of a `Task` that decides the size of its model."""
+
+    source: models.Source
+    vocabulary: int
+    max_length: int
+    objective: str
+    num_labels: int
+    label_names: list[str] = field(default_factory=list)
+    tokenizer: None = None
+
+
+def _shape(recipe: Recipe, length: int) -> _Shape:
+    task, spec = recipe.task, recipe.model
+    source = models.resolve(spec)
+    if source.tokenizer or task.name == "dummy":
+        size = task.vocabulary if task.name == "dummy" else None
+        vocabulary = size or spec.config.get("vocab_size") or models.load_config(source).vocab_size
+    else:
+        vocabulary = task.vocabulary or DEFAULT_VOCABULARY
+    count = task.num_labels if task.name == "dummy" else 2 if task.name == "imdb" else _LABELS
+    names = [str(n) for n in range(count)]
+    return _Shape(source, int(vocabulary), length, task.objective, count, names)
+
+
+def _state(model: ComposerModel, device: torch.device) -> State:
+    """A Trainer's state as speed-ups meet it at `Event.INIT`, without an optimizer."""
+    return State(
+        model=model,
+        rank_zero_seed=0,
+        run_name="prediction",
+        device=DeviceGPU() if device.type == "cuda" else DeviceCPU(),
+        device_train_microbatch_size=1,
+        precision="fp32",
+    )
+
+
+def _apply(algorithms: Sequence[Any], state: State, notes: list[str]) -> None:
+    """The speed-ups that change the model, in their order; what can't be followed is noted."""
+    from composer.core import Event
+
+    state.algorithms = list(algorithms)
+    logger = Logger(state, [])
+    for speedup in algorithm_passes(algorithms, Event.INIT):
+        if not isinstance(speedup, SpeedUp):
+            continue
+        if speedup.stage in (Stage.PRECISION, Stage.ATTENTION, Stage.NORM, Stage.HEAD):
+            if (reason := speedup.unavailable(state.device._device)) is not None:
+                notes.append(f"without {speedup.key()}, which cannot be used here: {reason}")
+                continue
+            speedup.install(state, logger)
+        elif speedup.stage is Stage.COMPILE:
+            notes.append("counted as not compiled: compiled code usually keeps less")
+
+
+def _batch(lengths: Sequence[int], width: int, recipe: Recipe, device: torch.device) -> dict[str, torch.Tensor]:
+    """A batch of that shape; it is real, as what reads lengths must find them, and small."""
+    rows = len(lengths)
+    mask = (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
+    labels = torch.zeros(rows, dtype=torch.int64)
+    if recipe.task.objective == "mlm":
+        labels = torch.full((rows, width), -100)
+        for row, length in zip(labels, lengths, strict=True):
+            allowed = max(1, length - 2)  # [CLS] and [SEP] are never masked
+            row[1 : 1 + max(1, round(recipe.task.mlm_probability * allowed))] = 0
+    return {k: v.to(device) for k, v in (("input_ids", mask.clone()), ("attention_mask", mask), ("labels", labels))}
+
+
+def _during_step(recipe: Recipe, trained: Sequence[torch.Tensor]) -> int:
+    """What the optimizer's step needs for itself, beyond weights, gradients and states."""
+    sizes = [p.numel() * p.element_size() for p in trained]
+    if "foreach_adamw" in recipe.speedups:
+        return sum(sizes)  # the denominators of all parameters at once
+    if recipe.speedups.keys() & {"fused_adamw", "apex_fused_adamw", "bnb_adamw", "adamw_8bit"}:
+        return 0
+    return 2 * max(sizes, default=0)
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Put process-wide settings back that speed-ups change, and the random numbers that a forward pass draws."""
+    from composer_speedups.compat import read_float32_precision, write_float32_precision
+
+    precision = read_float32_precision()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        write_float32_precision(precision)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing is trained here: what a speed-up would say of its work is not to be said twice."""
+    import warnings
+
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

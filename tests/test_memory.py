@@ -1,0 +1,126 @@
+"""Memory by kind: the prediction against what real steps keep, and the counting itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from composer_speedups import memory
+from composer_speedups.errors import UserError
+from composer_speedups.memory import SavedForBackward, largest_batch, predict, tensor_bytes
+from composer_speedups.recipes import Recipe, load_recipe
+from composer_speedups.tasks import models
+
+LENGTHS = [64, 31, 20, 5, 64, 17, 32, 16]
+
+
+def load(name: str, *overrides: str) -> Recipe:
+    return load_recipe(name, overrides)
+
+
+def really_kept(recipe: Recipe, lengths: list[int]) -> tuple[int, int, int]:
+    """Activations, gradients and weights of a real forward and backward pass of the recipe's model."""
+    length = recipe.task.max_length
+    model = models.build_empty_model(recipe.model, memory._shape(recipe, length)).train()
+    state = memory._state(memory._Wrapped(model), torch.device("cpu"))
+    with memory._as_before(), memory._quiet():
+        memory._apply(recipe.algorithms(), state, [])
+        batch = memory._batch(lengths, length, recipe, torch.device("cpu"))
+        with SavedForBackward(state.model) as saved:
+            loss = state.model.loss(state.model(batch), batch)
+        loss.backward()
+    parameters = list(state.model.parameters())
+    return saved.bytes, tensor_bytes(p.grad for p in parameters), tensor_bytes([*parameters, *state.model.buffers()])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ("demo/fp32",),
+        ("demo/fp32", "model.attn_implementation=eager"),
+        ("demo/bf16",),
+        ("demo/fp32", "task.objective=mlm"),
+        ("demo/bf16", "task.objective=mlm", "speedups.masked_token_head={}"),
+        ("demo/fp32", "speedups.unpadding={}"),
+        ("cpu/fastest", "task.max_length=64"),
+        ("demo/fp32", "model.name=roberta-base", "speedups.last_layer_subset={}"),
+    ],
+    ids=["fp32", "eager", "bf16", "mlm", "masked head", "unpadding", "fastest", "RoBERTa"],
+)
+def test_a_dry_run_keeps_what_a_real_one_keeps(recipe: tuple[str, ...]):
+    found = load(*recipe)
+    predicted = predict(found, lengths=LENGTHS, length=64)
+    kept, gradients, weights = really_kept(found, LENGTHS)
+    assert predicted.activations == pytest.approx(kept, rel=0.01), "the same operations keep the same tensors"
+    assert (predicted.gradients, predicted.weights) == (gradients, weights)
+    # More than one kind is there at once: the fullest moment is at least weights, states and activations.
+    assert predicted.peak >= predicted.weights + predicted.optimizer + max(kept, gradients)
+    assert predicted.temporary < predicted.peak / 3
+
+
+def test_a_dry_run_follows_the_surgery():
+    def kept(lengths: list[int], name: str, *more: str) -> int:
+        return predict(load(name, *more), lengths=lengths, length=64).activations
+
+    full, half = [64] * 16, [32] * 16
+    assert kept(half, "demo/fp32") == kept(full, "demo/fp32"), "padding is kept as everything else is"
+    # Half of what is kept for every token; a quarter of every score.
+    ratio = kept(half, "demo/fp32", "speedups.unpadding={}") / kept(full, "demo/fp32", "speedups.unpadding={}")
+    assert 0.4 < ratio < 0.53
+    assert kept(full, "demo/low_precision_norm") < 0.9 * kept(full, "demo/bf16") < 0.85 * kept(full, "demo/fp32")
+
+
+@pytest.mark.parametrize("name", ["demo/fp32", "demo/fused_adamw", "demo/bnb_adamw", "demo/adamw_8bit"])
+def test_states_of_the_optimizer(name: str):
+    recipe = load(name, "model.config={num_hidden_layers: 1, hidden_size: 128, num_attention_heads: 2, "
+                  "intermediate_size: 256, vocab_size: 8192}")  # fmt: skip
+    model = models.build_empty_model(recipe.model, memory._shape(recipe, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for speedup in recipe.algorithms():
+        if hasattr(speedup, "convert"):
+            speedup.convert(optimizer, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert memory.optimizer_bytes(recipe, model, model.parameters()) == tensor_bytes(states)
+
+
+def test_nothing_is_left_behind():
+    precision, seed = torch.get_float32_matmul_precision(), torch.random.get_rng_state()
+    predict(load("finetune/tf32", "model.config={num_hidden_layers: 1}", "model.pretrained=false"), batch_size=1)
+    assert torch.get_float32_matmul_precision() == precision
+    assert torch.equal(torch.random.get_rng_state(), seed)
+
+
+def test_shared_memory_is_counted_once():
+    x = torch.zeros(100, requires_grad=True)
+    with SavedForBackward(torch.nn.Module()) as saved:
+        y = x.exp()  # keeps its result
+        z = (y * y).view(10, 10).sin()  # keeps y twice, then the product
+    assert saved.bytes == 2 * 400
+    z.sum().backward()
+    assert torch.allclose(x.grad, 2 * z.new_ones(100).cos()), "what is counted is kept as it is"
+
+
+def test_parameters_are_no_activations():
+    layer = torch.nn.Linear(10, 20)
+    with SavedForBackward(layer) as saved:
+        layer(torch.zeros(3, 10, requires_grad=True)).sum()
+    assert saved.bytes == 3 * 10 * 4, "the input, not the weight"
+
+
+def test_the_largest_batch_that_fits():
+    recipe = load("demo/fp32")
+    at = {size: predict(recipe, batch_size=size).peak for size in (40, 48)}
+    assert largest_batch(recipe, at[40]) == 40
+    assert largest_batch(recipe, at[48] - 1) == 40
+    assert largest_batch(recipe, at[48]) == 48
+    assert largest_batch(recipe, 1000) == 0
+    long = load("demo/fp32", "task.max_length=512")
+    assert largest_batch(long, predict(long, batch_size=5).peak) == 5, "below the multiple, any number"
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="nothing"):
+        predict(load("demo/fp32", f"model.name={tmp_path / 'nothing'}"))
