@@ -31,6 +31,23 @@ _TILE = 2048  # elements a program holds at a time: narrow rows are taken severa
 
 
 @triton.jit
+def normalise(x, mask, width, eps):
+    """Of rows `x` in float32, 0 outside of `mask`: mean, x - mean (0 outside of `mask`), 1 / deviation."""
+    mean = tl.sum(x, 1) / width
+    centred = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
+    return mean, centred, rstd
+
+
+@triton.jit
+def through_norm(g, x_hat, rstd, width):
+    """From `g`, the gradient of `x_hat`, that of x. How the row's own variance and mean answer to x: two sums."""
+    by_variance = (tl.sum(g * x_hat, 1) / width)[:, None]
+    by_mean = (tl.sum(g, 1) / width)[:, None]
+    return (g - x_hat * by_variance - by_mean) * rstd
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr,  # [rows, width], rows x_stride apart
     w_ptr,  # [width], read if HAS_W
@@ -51,9 +68,7 @@ def _forward_kernel(
     col = tl.arange(0, COLS)
     mask = (row < rows)[:, None] & (col < width)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 1) / width
-    centred = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
+    mean, centred, rstd = normalise(x, mask, width, eps)
     y = centred * rstd[:, None]
     if HAS_W:
         y = y * tl.load(w_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
@@ -102,10 +117,7 @@ def _backward_kernel(
             g = dy
             if HAS_W:
                 g = dy * w
-            # How the row's own variance and mean answer to x: the two sums of the chain rule.
-            by_variance = (tl.sum(g * x_hat, 1) / width)[:, None]
-            by_mean = (tl.sum(g, 1) / width)[:, None]
-            dx = (g - x_hat * by_variance - by_mean) * rstd
+            dx = through_norm(g, x_hat, rstd, width)
             tl.store(dx_ptr + row[:, None] * width + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEED_DW:
             dw += dy * x_hat
@@ -163,13 +175,13 @@ def layer_norm(
     return _LayerNorm.apply(x, weight, bias, eps)
 
 
-def _rows_of(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: torch.Tensor) -> torch.Tensor:
     """`x` as a matrix whose rows are contiguous; a copy only if the strides leave no other way."""
     matrix = x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def _tile(width: int, per_thread: int) -> dict[str, int]:
+def tile_of(width: int, per_thread: int) -> dict[str, int]:
     """Block sizes: whole rows, about `_TILE` elements a program, `per_thread` of them in each thread.
 
     16 in the forward kernel; 8 in the backward one, which holds five values an element: with 16 it took 128 to
@@ -181,14 +193,14 @@ def _tile(width: int, per_thread: int) -> dict[str, int]:
 
 
 @cache
-def _most_programs(device: torch.device) -> int:
+def most_programs(device: torch.device) -> int:
     """Programs of the backward kernel: enough to fill the device, few enough that their sums stay small."""
     if device.type != "cuda":
         return 3  # interpreter: a few, so that partial sums are exercised
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     """Triton launches on the current device, which need not be the tensor's."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
@@ -198,14 +210,14 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager:
 def _forward(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    matrix = _rows_of(x)
+    matrix = rows_of(x)
     rows, width = matrix.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean = torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     if rows:
-        tile = _tile(width, per_thread=16)
-        with _on(x.device):
+        tile = tile_of(width, per_thread=16)
+        with on_device(x.device):
             _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 matrix,
                 matrix if weight is None else weight.contiguous(),
@@ -234,14 +246,14 @@ def _backward(
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`dx` like `x`, and `[2, width]` float32 with the gradients of weight and bias; empty where not needed."""
-    gradients, matrix = _rows_of(dy), _rows_of(x)
+    gradients, matrix = rows_of(dy), rows_of(x)
     rows, width = matrix.shape
     dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
-    tile = _tile(width, per_thread=8)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), _most_programs(x.device))
+    tile = tile_of(width, per_thread=8)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), most_programs(x.device))
     partial = torch.empty((2, programs if need_dw else 0, width), dtype=torch.float32, device=x.device)
     if rows and (need_dx or need_dw):
-        with _on(x.device):
+        with on_device(x.device):
             _backward_kernel[(programs,)](
                 gradients,
                 matrix,

@@ -42,7 +42,7 @@ def test_compiles_for_a_gpu(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(module, name)
-    tile = module._tile(width, per_thread=16 if name == "_forward_kernel" else 8)
+    tile = module.tile_of(width, per_thread=16 if name == "_forward_kernel" else 8)
     warps = tile.pop("num_warps")
     flags = {n: True for n in ("HAS_W", "HAS_B", "NEED_DX", "NEED_DW") if n in kernel.arg_names}
     constants = tile | flags

@@ -1,0 +1,313 @@
+"""LayerNorm(dropout(x) + residual) over the last dimension as one kernel each way, on CUDA and on the CPU.
+
+What it computes is `reference_dropout_add_norm`, in float32 whatever the tensors' type: everything is widened when
+loaded, and each result is rounded once, when stored; the sum before the norm is never rounded nor stored.
+Kept for backward are `x` and `residual`, of which the second is alive anyway as the input of the layer, and two
+floats a row. The dropout mask is not kept: it is that of `fast_dropout`, a hash of the element's number and two keys,
+and to hash again is a dozen integer operations an element, where a stored byte would be memory traffic for kernels
+that wait for memory, and memory that grows with the batch. The keys come from PyTorch's generator of the tensors'
+device; they stay there as a tensor, so that on CUDA nothing is waited for and CUDA graphs draw new ones.
+
+The work is done by `dropout_add_norm_triton.py` on CUDA and by `dropout_add_norm.c` on the CPU. `_torch_forward` and
+`_torch_backward` are their meaning in PyTorch operations, and serve on the CPU where there is no compiler, and for
+float16 and float64. Gradients of weight and bias are summed in float32 by chunks of rows and then over
+chunks: no atomics, and on the CPU chunks that do not depend on the number of threads, so that a run repeats bit for bit.
+
+Eager code goes through an `autograd.Function`; under `torch.compile` the same calls are a custom operator, which is
+opaque to the compiler and breaks no graph (why not in both: see `layer_norm.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from composer_speedups.kernels.fast_dropout import fast_dropout_mask, realised, shape_only
+from composer_speedups.kernels.native import load
+
+__all__ = ["dropout_add_norm", "native", "reference_dropout_add_norm", "why_not"]
+
+_STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
+_MOST = 1 << 33  # elements that 2^32 different words of bits serve
+_MAX_WIDTH = 8192  # of the CUDA kernels, which hold a whole row
+_CHUNKS, _ROWS = 64, 16  # partial sums of the C kernel: at most so many, each of so many rows at least
+_CUDA = (torch.float32, torch.float16, torch.bfloat16)
+_CPU = (*_CUDA, torch.float64)
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_P, _N, _W, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_int
+
+
+def reference_dropout_add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    keep: torch.Tensor | None = None,
+    p: float = 0.0,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """What the kernels mean, in plain PyTorch; in float64 if `x` is. `keep` is True where an element stays."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = x.to(wide)
+    if keep is not None:
+        z = torch.where(keep, z / (1 - realised(p)), 0)
+    z = z + residual.to(wide)
+    centred = z - z.mean(-1, keepdim=True)
+    y = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (y * weight.to(wide) + bias.to(wide)).to(x.dtype)
+
+
+def dropout_add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    p: float = 0.0,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """LayerNorm(dropout(x) + residual) over the last dimension; the result has the dtype of `x`.
+
+    Args:
+        x: `[..., width]`, float32, float16 or bfloat16 on CUDA (width at most 8192), on the CPU also float64.
+        residual: as `x`: shape, dtype and device.
+        weight: `[width]`, of any of these dtypes.
+        bias: `[width]`, of any of these dtypes.
+        p: probability of dropping, a multiple of 1/65536 or rounded to one; 0 outside of training.
+        eps: added to the variance.
+
+    >>> x = torch.tensor([[1.0, 2.0, 3.0]])
+    >>> dropout_add_norm(x, x, torch.ones(3), torch.ones(3)).round(decimals=2)
+    tensor([[-0.2200,  1.0000,  2.2200]])
+    """
+    if (reason := why_not(x, residual, weight, bias, p)) is not None:
+        raise ValueError(f"dropout_add_norm: {reason}")
+    dropped = round(realised(p) * _STEPS)
+    seeds = torch.randint(0, 1 << 32, (2,), device=x.device) if dropped else None
+    if torch.compiler.is_compiling() or shape_only(x):
+        return _forward_op(x, residual, weight, bias, seeds, dropped, eps)[0]
+    return _DropoutAddNorm.apply(x, residual, weight, bias, seeds, dropped, eps)
+
+
+def why_not(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, p: float = 0.0
+) -> str | None:
+    """Why the kernels do not take these; None if they do."""
+    if not 0 <= p < 1:
+        return f"p is a probability below 1, not {p!r}"
+    width = x.shape[-1] if x.dim() else 0
+    if width < 1 or x.numel() > _MOST:
+        return f"x must have rows, and at most {_MOST} elements, not the shape {tuple(x.shape)}"
+    if (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
+        return (
+            f"residual must be as x, {tuple(x.shape)} in {x.dtype} on {x.device}, not {tuple(residual.shape)} in "
+            f"{residual.dtype} on {residual.device}"
+        )
+    dtypes = _CUDA if x.is_cuda else _CPU
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor.dtype not in dtypes:
+            return f"{name} is in {tensor.dtype}, and must be in one of {', '.join(map(str, dtypes))}"
+        if tensor is not x and (tensor.shape != (width,) or tensor.device != x.device):
+            return f"{name} must have the shape ({width},) on {x.device}, not {tuple(tensor.shape)} on {tensor.device}"
+    if x.is_cuda and width > _MAX_WIDTH:
+        return f"the width is at most {_MAX_WIDTH} on CUDA, not {width}"
+    if not (x.is_cuda or x.is_cpu):
+        return f"x must be on a CUDA device or on the CPU, not on {x.device}"
+    return None
+
+
+def _triton(x: torch.Tensor) -> ModuleType | None:
+    """The CUDA kernels, if they serve `x`. Triton's interpreter stands in for the GPU in the tests."""
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    from composer_speedups.kernels import dropout_add_norm_triton as kernels
+
+    return kernels if x.is_cuda or (kernels.interpreted() and x.dtype in _CUDA) else None
+
+
+def _forward(x, residual, weight, bias, seeds, dropped: int, eps: float):
+    """The output, and mean and reciprocal deviation of each row, in float32 at least."""
+    if (kernels := _triton(x)) is not None:
+        return kernels.forward(x, residual, weight, bias, seeds, dropped, eps)
+    if x.dtype in _NAMES and (library := native()) is not None:
+        return _native_forward(library, x, residual, weight, bias, seeds, dropped, eps)
+    return _torch_forward(x, residual, weight, bias, seeds, dropped, eps)
+
+
+def _backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int):
+    """Gradients of x (empty if none were dropped: it is the next), of residual, and `[2, width]` of weight and bias."""
+    if (kernels := _triton(x)) is not None:
+        return kernels.backward(dy, x, residual, weight, mean, rstd, seeds, dropped)
+    if x.dtype in _NAMES and (library := native()) is not None:
+        return _native_backward(library, dy, x, residual, weight, mean, rstd, seeds, dropped)
+    return _torch_backward(dy, x, residual, weight, mean, rstd, seeds, dropped)
+
+
+# --- the CPU ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def native() -> ctypes.CDLL | None:
+    """The C kernels, if they could be built and agree with their meaning in PyTorch operations; None if not."""
+    library = load("dropout_add_norm")
+    if library is None:
+        return None
+    for name in _NAMES.values():
+        forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
+        draw = (_W, _W, ctypes.c_int32, _F)
+        forward.argtypes, forward.restype = (*[_P] * 7, _N, _N, *draw, _F, _I), None
+        backward.argtypes, backward.restype = (*[_P] * 10, _N, _N, _N, *draw, _I), None
+    x, residual, dy = torch.linspace(-4, 4, 3 * 37 * 3, dtype=torch.float32, device="cpu").sin().view(3, 3, 37)
+    weight, bias, seeds = x[0] + 2, x[1], torch.tensor([5, 6], device="cpu")
+    out = _native_forward(library, x, residual, weight, bias, seeds, 6554, 1e-5)
+    gradients = _native_backward(library, dy, x, residual, weight, *out[1:], seeds, 6554)
+    expected = _torch_forward(x, residual, weight, bias, seeds, 6554, 1e-5)
+    wanted = _torch_backward(dy, x, residual, weight, *expected[1:], seeds, 6554)
+    pairs = zip((*out, *gradients), (*expected, *wanted), strict=True)
+    return library if all(a.allclose(b, rtol=1e-4, atol=1e-4) for a, b in pairs) else None
+
+
+def _native_forward(library, x, residual, weight, bias, seeds, dropped: int, eps: float):
+    x, residual, weight, bias = x.contiguous(), residual.contiguous(), _as_float(weight), _as_float(bias)
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    y, (mean, rstd) = torch.empty_like(x), x.new_empty((2, rows), dtype=torch.float32)
+    pointers = (t.data_ptr() for t in (x, residual, weight, bias, y, mean, rstd))
+    call = getattr(library, f"forward_{_NAMES[x.dtype]}")
+    call(*pointers, rows, width, *_drawing(seeds, dropped), eps, torch.get_num_threads())
+    return y, mean, rstd
+
+
+def _native_backward(library, dy, x, residual, weight, mean, rstd, seeds, dropped: int):
+    dy, x, residual, weight = dy.contiguous(), x.contiguous(), residual.contiguous(), _as_float(weight)
+    rows, width = mean.numel(), x.shape[-1]
+    chunks = max(1, min(_CHUNKS, rows // _ROWS))
+    partial = x.new_empty((2, chunks, width), dtype=torch.float32)
+    dresidual = torch.empty_like(residual)
+    dx = torch.empty_like(x) if dropped else x.new_empty(0)
+    tensors = (dy, x, residual, weight, mean, rstd, dx, dresidual, partial[0], partial[1])
+    call = getattr(library, f"backward_{_NAMES[x.dtype]}")
+    pointers = (t.data_ptr() for t in tensors)
+    call(*pointers, rows, width, chunks, *_drawing(seeds, dropped), torch.get_num_threads())
+    return dx, dresidual, partial.sum(1)
+
+
+def _as_float(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().float().contiguous()
+
+
+def _drawing(seeds: torch.Tensor | None, dropped: int) -> tuple[int, int, int, float]:
+    """Two keys, the threshold of 16 bits, and the scale of what stays."""
+    keys = seeds.tolist() if dropped else (0, 0)
+    return (*keys, dropped - _STEPS // 2, _STEPS / (_STEPS - dropped))
+
+
+def _dropout(x: torch.Tensor, seeds: torch.Tensor | None, dropped: int) -> torch.Tensor:
+    if not dropped:
+        return x
+    keep = fast_dropout_mask(x.shape, dropped / _STEPS, torch.bool, tuple(seeds.tolist())).to(x.device)
+    return torch.where(keep, x * (_STEPS / (_STEPS - dropped)), 0)
+
+
+def _torch_forward(x, residual, weight, bias, seeds, dropped: int, eps: float):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = _dropout(x.to(wide), seeds, dropped) + residual.to(wide)
+    mean = z.mean(-1, keepdim=True)
+    z = z - mean
+    rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = (z * rstd * weight.to(wide) + bias.to(wide)).to(x.dtype)
+    return y.contiguous(), mean.flatten(), rstd.flatten()
+
+
+def _torch_backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int):
+    wide, width = mean.dtype, x.shape[-1]
+    mean, rstd = mean.view(-1, 1), rstd.view(-1, 1)
+    z = (_dropout(x.to(wide), seeds, dropped) + residual.to(wide)).reshape(-1, width)
+    x_hat, gradient = (z - mean) * rstd, dy.to(wide).reshape(-1, width)
+    g = gradient * weight.to(wide)
+    dz = (g - x_hat * (g * x_hat).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)) * rstd
+    dz = dz.view(x.shape)
+    dx = _dropout(dz, seeds, dropped).to(x.dtype) if dropped else x.new_empty(0)
+    return dx, dz.to(x.dtype), torch.stack(((gradient * x_hat).sum(0), gradient.sum(0)))
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+class _DropoutAddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, seeds, dropped, eps):
+        y, mean, rstd = _forward(x, residual, weight, bias, seeds, dropped, eps)
+        ctx.save_for_backward(x, residual, weight, mean, rstd, seeds)
+        ctx.dropped, ctx.bias_dtype = dropped, bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _gradients(_backward, ctx, dy)
+
+
+def _gradients(backward, ctx, dy):
+    *saved, seeds = ctx.saved_tensors
+    dx, dresidual, parameters = backward(dy, *saved, seeds, ctx.dropped)
+    found = (dx if ctx.dropped else dresidual, dresidual, parameters[0].to(saved[2].dtype))
+    found = (*found, parameters[1].to(ctx.bias_dtype))
+    return (*(g if n else None for g, n in zip(found, ctx.needs_input_grad, strict=False)), None, None, None)
+
+
+@torch.library.custom_op("composer_speedups::dropout_add_norm", mutates_args=())
+def _forward_op(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    seeds: torch.Tensor | None,
+    dropped: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _forward(x, residual, weight, bias, seeds, dropped, eps)
+
+
+@_forward_op.register_fake
+def _(x, residual, weight, bias, seeds, dropped, eps):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    mean = x.new_empty((x.numel() // x.shape[-1],), dtype=wide)
+    return x.new_empty(x.shape), mean, torch.empty_like(mean)
+
+
+@torch.library.custom_op("composer_speedups::dropout_add_norm_backward", mutates_args=())
+def _backward_op(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    seeds: torch.Tensor | None,
+    dropped: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _backward(dy, x, residual, weight, mean, rstd, seeds, dropped)
+
+
+@_backward_op.register_fake
+def _(dy, x, residual, weight, mean, rstd, seeds, dropped):
+    dx = x.new_empty(x.shape if dropped else (0,))
+    return dx, x.new_empty(x.shape), mean.new_empty((2, x.shape[-1]))
+
+
+def _remember(ctx, inputs, output) -> None:
+    x, residual, weight, bias, seeds, ctx.dropped, _ = inputs
+    ctx.save_for_backward(x, residual, weight, *output[1:], seeds)
+    ctx.bias_dtype = bias.dtype
+    ctx.set_materialize_grads(False)  # mean and rstd get no gradient: spare two tensors of zeros
+
+
+def _differentiate(ctx, dy, _dmean, _drstd):
+    return _gradients(_backward_op, ctx, dy)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_remember)

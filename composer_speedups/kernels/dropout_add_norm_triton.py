@@ -1,0 +1,199 @@
+"""The CUDA side of `dropout_add_norm.py`: two Triton kernels, forward and backward.
+
+As in `layer_norm.py`, whose pieces they are made of, a program holds whole rows, widened to float32. The dropout mask is
+bit for bit that of `fast_dropout.keep_by_torch`: each element hashes its word and takes its half, so that no element
+waits for another, at the price of hashing each word twice in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from composer_speedups.kernels.layer_norm import (
+    interpreted,
+    most_programs,
+    normalise,
+    on_device,
+    rows_of,
+    through_norm,
+    tile_of,
+)
+
+__all__ = ["backward", "forward", "interpreted"]
+
+_STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
+
+
+@triton.jit
+def _keep(seeds_ptr, row, col, width, dropped):
+    """Whether each element stays; see `fast_dropout.keep_by_torch`. seeds: [2] int64, of 32 bits each."""
+    first = tl.load(seeds_ptr).to(tl.uint32)
+    second = tl.load(seeds_ptr + 1).to(tl.uint32)
+    element = row[:, None] * width + col[None, :]
+    h = (element >> 1).to(tl.uint32) * 0x9E3779B9 + first
+    h = (h ^ (h >> 16) ^ second) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    h = h ^ (h >> 16)
+    lane = tl.where((element & 1) == 0, h & 0xFFFF, h >> 16).to(tl.int32)
+    lane = lane ^ 0x8000  # of signed 16 bits: below 0 comes first
+    return lane >= dropped
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,  # [rows, width], rows x_stride apart
+    residual_ptr,  # [rows, width], rows residual_stride apart
+    w_ptr,  # [width]
+    b_ptr,  # [width]
+    seeds_ptr,  # [2] int64, read if DROP
+    y_ptr,  # [rows, width], contiguous
+    mean_ptr,  # [rows] float32
+    rstd_ptr,  # [rows] float32
+    x_stride,
+    residual_stride,
+    rows,
+    width,
+    dropped,  # of 65536
+    scale,
+    eps,
+    DROP: tl.constexpr,
+    ROWS: tl.constexpr,  # rows a program takes
+    COLS: tl.constexpr,  # power of two, >= width
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # 64 bits: rows * width may pass 2^31
+    col = tl.arange(0, COLS)
+    mask = (row < rows)[:, None] & (col < width)[None, :]
+    z = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    if DROP:
+        z = tl.where(_keep(seeds_ptr, row, col, width, dropped), z * scale, 0.0)
+    z += tl.load(residual_ptr + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean, centred, rstd = normalise(z, mask, width, eps)
+    w = tl.load(w_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+    b = tl.load(b_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+    y = centred * rstd[:, None] * w + b
+    tl.store(y_ptr + row[:, None] * width + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(mean_ptr + row, mean, mask=row < rows)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,  # [rows, width], rows dy_stride apart
+    x_ptr,  # [rows, width], rows x_stride apart
+    residual_ptr,  # [rows, width], rows residual_stride apart
+    w_ptr,  # [width]
+    mean_ptr,  # [rows] float32
+    rstd_ptr,  # [rows] float32
+    seeds_ptr,  # [2] int64, read if DROP
+    dx_ptr,  # [rows, width], contiguous, written if DROP; else it is dresidual
+    dresidual_ptr,  # [rows, width], contiguous
+    dw_ptr,  # [programs, width] float32
+    db_ptr,  # [programs, width] float32
+    dy_stride,
+    x_stride,
+    residual_stride,
+    rows,
+    width,
+    dropped,  # of 65536
+    scale,
+    DROP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    col = tl.arange(0, COLS)
+    dw = tl.zeros([ROWS, COLS], tl.float32)
+    db = tl.zeros([ROWS, COLS], tl.float32)
+    w = tl.load(w_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS).to(tl.int64)
+        mask = (row < rows)[:, None] & (col < width)[None, :]
+        z = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        if DROP:
+            keep = _keep(seeds_ptr, row, col, width, dropped)
+            z = tl.where(keep, z * scale, 0.0)
+        z += tl.load(residual_ptr + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        z_hat = tl.where(mask, (z - mean) * rstd, 0.0)
+        dz = through_norm(dy * w, z_hat, rstd, width)
+        place = row[:, None] * width + col[None, :]
+        tl.store(dresidual_ptr + place, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
+        if DROP:
+            tl.store(dx_ptr + place, tl.where(keep, dz * scale, 0.0).to(dx_ptr.dtype.element_ty), mask=mask)
+        dw += dy * z_hat
+        db += dy
+    place = program * width + col
+    tl.store(dw_ptr + place, tl.sum(dw, 0), mask=col < width)
+    tl.store(db_ptr + place, tl.sum(db, 0), mask=col < width)
+
+
+def forward(x, residual, weight, bias, seeds, dropped: int, eps: float):
+    """The output, and mean and reciprocal deviation of each row in float32; see `dropout_add_norm._forward`."""
+    matrix, other = rows_of(x), rows_of(residual)
+    rows, width = matrix.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    if rows:
+        tile = tile_of(width, per_thread=16)
+        with on_device(x.device):
+            _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+                matrix,
+                other,
+                weight.contiguous(),
+                bias.contiguous(),
+                seeds if dropped else mean,
+                y,
+                mean,
+                rstd,
+                matrix.stride(0),
+                other.stride(0),
+                rows,
+                width,
+                dropped,
+                _STEPS / (_STEPS - dropped),
+                eps,
+                DROP=dropped > 0,
+                **tile,
+            )
+    return y, mean, rstd
+
+
+def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int):
+    """Gradients of x (empty if `dropped` is 0), of residual, and `[2, width]` float32 of weight and bias."""
+    gradients, matrix, other = rows_of(dy), rows_of(x), rows_of(residual)
+    rows, width = matrix.shape
+    dx = torch.empty(x.shape if dropped else (0,), dtype=x.dtype, device=x.device)
+    dresidual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tile = tile_of(width, per_thread=8)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), most_programs(x.device))
+    partial = torch.empty((2, programs, width), dtype=torch.float32, device=x.device)
+    if rows:
+        with on_device(x.device):
+            _backward_kernel[(programs,)](
+                gradients,
+                matrix,
+                other,
+                weight.contiguous(),
+                mean,
+                rstd,
+                seeds if dropped else mean,
+                dx,
+                dresidual,
+                partial[0],
+                partial[1],
+                gradients.stride(0),
+                matrix.stride(0),
+                other.stride(0),
+                rows,
+                width,
+                dropped,
+                _STEPS / (_STEPS - dropped),
+                DROP=dropped > 0,
+                **tile,
+            )
+    return dx, dresidual, partial.sum(1)
