@@ -75,7 +75,7 @@ def test_logged_loss_is_the_batchs_mean(make_trainer) -> None:
     for weighting in ("sample", "batch"):
         memory = InMemoryLogger()
         torch.manual_seed(1)
-        _, trainer = train(make_trainer, [TokenBudgetBatches(300, weighting)], "1ba", loggers=[memory])
+        _, _ = train(make_trainer, [TokenBudgetBatches(300, weighting)], "1ba", loggers=[memory])
         losses.append(float(memory.data["loss/train/total"][0][1]))
     assert losses[0] == losses[1]
 

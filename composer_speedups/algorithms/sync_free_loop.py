@@ -1,0 +1,217 @@
+"""SyncFreeLoop: Composer's training loop without the moments at which the host waits for the GPU.
+
+**Why it is faster.** Launching a kernel takes the host microseconds and returns at once, so the host can queue
+work far ahead of the GPU. Reading a number back ends that: the host waits until all queued work is done, and the
+GPU then idles until new work arrives. Composer does it seven times a step: it sends its own counts (samples,
+tokens, seconds, "is the data exhausted") to the GPU only to read them back, and it reads the loss in the middle of
+the step, before the optimizer is launched, and again at its end. Here the counts stay on the host, where they came
+from, and the loss is read once, after everything of the step has been queued; with `delayed_loss=True` it is
+not waited for at all.
+
+**Numerics.** Bit-exact: the same operations in the same order. With `delayed_loss=True` the loss that is logged
+and that callbacks find in `state.total_loss_dict` is the one of the step before (the first step reports its own);
+the training is the same, a NaN is noticed one step later.
+
+**When it pays.** Where steps are short: small models, small batches, many small kernels; most together with
+`FusedAdamW`, whose step asks for nothing either. Large batches hide it. The copy that Composer makes of every
+microbatch for the train metrics is left out where there are no train metrics.
+
+**Needs.** CUDA: on a CPU nothing runs ahead of the host. Composer 0.32's `Trainer`, whose functions it
+recognises by name. Several ranks agree on their counts over Gloo, host to host, instead of over NCCL. Loss
+scaling (`amp_fp16`) with an optimizer that is not fused reads `found_inf` once a step, in PyTorch.
+
+Source: PyTorch's Performance Tuning Guide, "Avoid unnecessary CPU-GPU synchronization"; read in
+`composer/trainer/trainer.py`, 0.32.1, lines 2379, 2381, 2468, 2686, 2840 and 3636.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from composer.core import State
+from composer.devices import Device
+from composer.loggers import Logger
+from composer.utils import dist
+
+from composer_speedups.speedup import SpeedUp, Stage
+
+__all__ = ["SyncFreeLoop", "apply_sync_free_loop"]
+
+# Functions of Composer's Trainer that send what the host knows to the device in order to read it back.
+_COUNTING = ("_accumulate_time_across_ranks", "_iter_dataloader", "_train_microbatches")
+_LOSS = "_train_batch"
+
+
+def apply_sync_free_loop(device: Device, delayed_loss: bool = False, train_metrics: Callable[[], bool] = bool) -> int:
+    """Let Composer's Trainer keep its counts on the host and read the loss late, in place; return how many places.
+
+    Args:
+        device: of the Trainer: `state.device`.
+        delayed_loss: report the loss of the step before, so that no step is waited for.
+        train_metrics: tells whether there are metrics of the training batches, which need a copy of each batch.
+
+    A device that was changed already is left alone: 0.
+    """
+    if isinstance(device.__dict__.get("tensor_to_device"), _Transfer):
+        return 0
+    transfer = _Transfer(device, delayed_loss, train_metrics)
+    # On the instance: its own methods for batches and optimizers would otherwise come through here, too.
+    device.__dict__["batch_to_device"] = transfer.batch
+    device.__dict__["optimizer_to_device"] = lambda optimizer: type(device).optimizer_to_device(
+        transfer.plain, optimizer
+    )
+    device.__dict__["tensor_to_device"] = transfer
+    _reduce_on_the_host()
+    return len(_COUNTING) + 1
+
+
+class SyncFreeLoop(SpeedUp):
+    """Apply `apply_sync_free_loop` to the Trainer's device, at `Event.INIT`.
+
+    Args:
+        delayed_loss: log each loss one step late, and wait for none.
+
+    >>> SyncFreeLoop()
+    SyncFreeLoop(delayed_loss=False)
+    """
+
+    stage = Stage.LOOP
+
+    def __init__(self, delayed_loss: bool = False) -> None:
+        if not isinstance(delayed_loss, bool):
+            raise TypeError(f"delayed_loss is True or False, not {delayed_loss!r}")
+        self.delayed_loss = delayed_loss
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"it is about waiting for a GPU, which a {device.type} run does not do: remove it"
+        try:
+            _codes()
+        except AttributeError as error:
+            return f"this Composer's Trainer has another loop ({error}): use mosaicml 0.32"
+        return None
+
+    def install(self, state: State, logger: Logger) -> None:
+        count = apply_sync_free_loop(state.device, self.delayed_loss, lambda: bool(state.train_metrics))
+        self.report(logger, count, "the device was changed already", loss="delayed" if self.delayed_loss else "late")
+
+
+class _Transfer:
+    """Stands for `device.tensor_to_device`: looks at who asks."""
+
+    def __init__(self, device: Device, delayed_loss: bool, train_metrics: Callable[[], bool]) -> None:
+        self._send = type(device).tensor_to_device.__get__(device)
+        self._train_metrics = train_metrics
+        self._counting, self._loss, self._microbatches = _codes()
+        self._delayed = _Delayed() if delayed_loss else None
+        self.plain = _Plain(self._send)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        asking = sys._getframe(1).f_code
+        # The zeros that losses are added to are the only tensor of one dimension that _train_microbatches asks for.
+        if asking in self._counting and not (asking is self._microbatches and tensor.ndim):
+            return tensor
+        sent = self._send(tensor)
+        return _RunningLoss.of(sent, self._delayed) if asking is self._loss and tensor.is_floating_point() else sent
+
+    def batch(self, batch: Any) -> Any:
+        moved = Device.batch_to_device(self.plain, batch)  # type: ignore[arg-type]
+        if type(moved) is dict and sys._getframe(1).f_code is self._microbatches and not self._train_metrics():
+            return _Batch(moved)
+        return moved
+
+
+class _Plain:
+    """What the methods of `Device` that move many tensors need of `self`."""
+
+    def __init__(self, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.tensor_to_device = send
+
+
+class _Batch(dict):
+    """A microbatch whose copy shares its tensors: nobody reads the copy where there are no train metrics."""
+
+    def __deepcopy__(self, memo: dict) -> dict:
+        return dict(self)
+
+
+class _RunningLoss(torch.Tensor):
+    """The sum of a step's losses, as `_train_batch` makes it.
+
+    Composer's closure for the optimizer ends in `.item()`: that gives this tensor itself, as PyTorch's own closures
+    do, and waits for nothing. The end of the step calls `.cpu().item()`: that is the one real reading.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    _delayed: _Delayed | None = None
+
+    @staticmethod
+    def of(tensor: torch.Tensor, delayed: _Delayed | None) -> _RunningLoss:
+        loss = torch.Tensor._make_subclass(_RunningLoss, tensor)
+        loss._delayed = delayed
+        return loss
+
+    def item(self) -> Any:
+        return self
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        plain = self.as_subclass(torch.Tensor)
+        return plain.cpu(*args, **kwargs) if self._delayed is None else self._delayed.swap(plain)
+
+
+class _Delayed:
+    """Hands out the loss of the step before; this step's is copied while the next one is being queued."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def swap(self, loss: torch.Tensor) -> torch.Tensor:
+        if loss.is_cuda:
+            copy = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+            copy.copy_(loss, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        else:
+            copy, done = loss.clone(), None
+        before, self._last = self._last or (copy, done), (copy, done)
+        if before[1] is not None:
+            before[1].synchronize()  # of the step before: long done, unless the host is a whole step ahead
+        return before[0]
+
+
+def _codes() -> tuple[frozenset[CodeType], CodeType, CodeType]:
+    """The code of the Trainer's functions that are recognised. AttributeError if one is not there."""
+    from composer import Trainer
+
+    codes = {name: getattr(Trainer, name).__code__ for name in (*_COUNTING, _LOSS)}
+    return frozenset(codes[name] for name in _COUNTING), codes[_LOSS], codes["_train_microbatches"]
+
+
+def _reduce_on_the_host() -> None:
+    """Let Composer's `all_reduce` and `broadcast` take tensors on the host, where NCCL alone would raise."""
+    if getattr(dist.all_reduce, "takes_host_tensors", False) or not torch.distributed.is_initialized():
+        return
+    if "gloo" in torch.distributed.get_backend_config():
+        return
+    hosts = torch.distributed.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+    for name in ("all_reduce", "broadcast"):
+        setattr(dist, name, _host_or_device(getattr(dist, name), getattr(torch.distributed, name), hosts))
+
+
+def _host_or_device(original: Callable, collective: Callable, hosts: Any) -> Callable:
+    def reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.device.type != "cpu":
+            return original(tensor, *args, **kwargs)
+        if hosts is None:
+            return None  # one rank: the sum and the maximum of one number are that number
+        operation = kwargs.pop("reduce_operation", None)
+        if operation is not None:
+            kwargs["op"] = getattr(torch.distributed.ReduceOp, operation.upper())
+        return collective(tensor, *args, group=hosts, **kwargs)
+
+    reduce.takes_host_tensors = True  # type: ignore[attr-defined]
+    return reduce
