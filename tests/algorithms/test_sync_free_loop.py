@@ -76,7 +76,7 @@ def fit(make_trainer, change=None, optimizer=torch.optim.SGD, **kwargs):
 
 
 def without_mask(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """No padding mask: transformers looks whether it is all ones, which is one more reading, and not the loop's."""
+    """Without a mask, and without an id for padding below, transformers looks at no mask: its readings are not ours."""
     batch = torch.utils.data.default_collate(samples)
     del batch["attention_mask"]
     return batch
@@ -86,7 +86,7 @@ def bert() -> torch.nn.Module:
     from small import bert_config
     from transformers import BertForSequenceClassification
 
-    config = bert_config(num_hidden_layers=1)
+    config = bert_config(num_hidden_layers=1, pad_token_id=None)
     return BertForSequenceClassification._from_config(config, attn_implementation="eager")
 
 
