@@ -7,7 +7,7 @@
 #include "native.h"
 
 #define PARALLEL 8192 /* elements below which waking threads costs more than it saves */
-#define PER_COLUMN 12 /* bytes of a thread's own memory: two floats, half a word and its lanes */
+#define PER_COLUMN 8 /* bytes of a thread's own memory: a float, half a word and its lanes */
 
 /* z = dropout(x) + residual, and its lanes for the mask; element 0 of the row is number `first` of the tensor. */
 #define SUM(TYPE)                                                                                            \
@@ -65,7 +65,7 @@ SUM(uint16_t)
             int64_t n, int64_t chunks, uint32_t k0, uint32_t k1, int32_t least, float scale, int threads) {  \
     (void)threads;                                                                                           \
     _Pragma("omp parallel num_threads(threads) if (rows * n > PARALLEL)") {                                  \
-      float *h = malloc((size_t)n * PER_COLUMN + 64), *g = h + n;                                            \
+      float *h = malloc((size_t)n * PER_COLUMN + 64);                                                        \
       _Pragma("omp for schedule(static)") for (int64_t c = 0; c < chunks; c++) {                             \
         float *dw = dweight + c * n, *db = dbias + c * n;                                                    \
         memset(dw, 0, (size_t)n * sizeof *dw);                                                               \
@@ -73,31 +73,27 @@ SUM(uint16_t)
         for (int64_t r = rows * c / chunks; r < rows * (c + 1) / chunks; r++) {                              \
           const TYPE *d = dy + r * n;                                                                        \
           TYPE *to_x = dx + r * n, *to_residual = dresidual + r * n;                                         \
-          const int16_t *lanes = sum_##TYPE(h, (uint32_t *)(g + n), x + r * n, residual + r * n, r * n, n,   \
+          const int16_t *lanes = sum_##TYPE(h, (uint32_t *)(h + n), x + r * n, residual + r * n, r * n, n,   \
                                             k0, k1, least, scale);                                           \
           float m = mean[r], s = rstd[r], by_variance = 0.0f, by_mean = 0.0f;                                \
           _Pragma("omp simd reduction(+ : by_variance, by_mean)") for (int64_t i = 0; i < n; i++) {          \
-            float grown = widen_##TYPE(d[i]);                                                                \
+            float grown = widen_##TYPE(d[i]) * weight[i];                                                    \
             h[i] = (h[i] - m) * s;                                                                           \
-            dw[i] += grown * h[i];                                                                           \
-            db[i] += grown;                                                                                  \
-            grown *= weight[i];                                                                              \
-            g[i] = grown;                                                                                    \
             by_variance += grown * h[i];                                                                     \
             by_mean += grown;                                                                                \
           }                                                                                                  \
           by_variance /= (float)n;                                                                           \
           by_mean /= (float)n;                                                                               \
-          if (least == INT16_MIN) {                                                                          \
-            for (int64_t i = 0; i < n; i++)                                                                  \
-              to_residual[i] = narrow_##TYPE((g[i] - h[i] * by_variance - by_mean) * s);                     \
-            continue;                                                                                        \
+          _Pragma("omp simd") for (int64_t i = 0; i < n; i++) {                                              \
+            float grown = widen_##TYPE(d[i]);                                                                \
+            dw[i] += grown * h[i];                                                                           \
+            db[i] += grown;                                                                                  \
+            h[i] = (grown * weight[i] - h[i] * by_variance - by_mean) * s;                                   \
+            to_residual[i] = narrow_##TYPE(h[i]);                                                            \
           }                                                                                                  \
-          for (int64_t i = 0; i < n; i++) {                                                                  \
-            float dz = (g[i] - h[i] * by_variance - by_mean) * s;                                            \
-            to_residual[i] = narrow_##TYPE(dz);                                                              \
-            to_x[i] = narrow_##TYPE(lanes[i] >= least ? dz * scale : 0.0f);                                  \
-          }                                                                                                  \
+          if (least == INT16_MIN) continue;                                                                  \
+          _Pragma("omp simd") for (int64_t i = 0; i < n; i++)                                                \
+            to_x[i] = narrow_##TYPE(lanes[i] >= least ? h[i] * scale : 0.0f);                                \
         }                                                                                                    \
       }                                                                                                      \
       free(h);                                                                                               \
