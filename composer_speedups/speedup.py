@@ -41,11 +41,12 @@ class Stage(IntEnum):
     DATA = 0
     PRECISION = 1
     ATTENTION = 2
-    NORM = 3
-    HEAD = 4
-    OPTIMIZER = 5
-    COMPILE = 6
-    LOOP = 7
+    BLOCK = 3  # several modules at once, before single norms and dropouts
+    NORM = 4
+    HEAD = 5
+    OPTIMIZER = 6
+    COMPILE = 7
+    LOOP = 8
 
 
 class SpeedUp(Algorithm):

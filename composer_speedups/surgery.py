@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["override_methods", "overrides", "swap_classes"]
+__all__ = ["hooked", "mix_in", "override_methods", "overrides", "same_code", "swap_classes"]
 
 Choose = Callable[[torch.nn.Module], bool]
 
@@ -142,3 +142,25 @@ def _rebuild(cls: type, *mixins: type) -> torch.nn.Module:
     for mixin in mixins:
         cls = _mixed(mixin, cls)
     return cls.__new__(cls)
+
+
+def same_code(function: Callable[..., Any], pattern: Callable[..., Any]) -> bool:
+    """Whether `function` computes what `pattern` does, by the same operations on the same names.
+
+    For code that transformers writes once for each family, under ever other class names: what counts is what a
+    module computes, so that unknown families are found and changed ones are left alone.
+
+    >>> same_code(lambda self, x: self.a(x), lambda self, x: self.a(x))
+    True
+    >>> same_code(lambda self, x: self.a(x), lambda self, x: self.b(x))
+    False
+    """
+    one, other = getattr(function, "__code__", None), pattern.__code__
+    parts = ("co_code", "co_names", "co_varnames", "co_consts", "co_freevars", "co_argcount")
+    return one is not None and all(getattr(one, part) == getattr(other, part) for part in parts)
+
+
+def hooked(module: torch.nn.Module) -> bool:
+    """Whether somebody listens to `module`, so that it must be called and not be worked around."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)

@@ -42,7 +42,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
 from composer_speedups.packing import CountTokens, Packing, counts_of, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import mix_in
+from composer_speedups.surgery import hooked, mix_in
 
 __all__ = ["Unpadding", "apply_unpadding"]
 
@@ -224,7 +224,7 @@ class _PackedAttention:
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values: by one matmul, if the three layers are nothing but linear."""
         layers = (self.query, self.key, self.value)
-        if any(type(m) is not torch.nn.Linear or m.bias is None or _hooked(m) for m in layers):
+        if any(type(m) is not torch.nn.Linear or m.bias is None or hooked(m) for m in layers):
             return tuple(m(hidden_states) for m in layers)
         weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
         return F.linear(hidden_states, weight, bias).split([m.out_features for m in layers], -1)
@@ -238,11 +238,6 @@ class _PackedHead:
         if packing is None:
             return super().forward(hidden_states, *args, **kwargs)
         return packing.pad(super().forward(hidden, *args, **kwargs))
-
-
-def _hooked(module: torch.nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
 
 
 @cache
