@@ -58,6 +58,11 @@ class RunResult:
     kernels: list[str] = field(default_factory=list)
     pretrained: bool | None = None
     warnings: list[str] = field(default_factory=list)
+    # Of a few steps after the measured ones (`inspection.py`); empty where nobody asked for it.
+    step_profile: dict[str, float] = field(default_factory=dict)  # seconds of one step by kind of work
+    step_profile_other: dict[str, float] = field(default_factory=dict)  # of `other`, the largest operators by name
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by kind, measured in a step
+    memory_predicted: dict[str, int] = field(default_factory=dict)  # the same by arithmetic, and the `peak`
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -63,6 +63,7 @@ def run(
     save: str | Path | None = None,
     resume: bool = False,
     checkpoint_interval: str = "1ep",
+    inspect: bool = False,
 ) -> RunResult:
     """Train what `recipe` says, once, in this process.
 
@@ -74,6 +75,7 @@ def run(
             `checkpoints/`, for Composer's checkpoints.
         resume: go on from the newest whole checkpoint under `save`; start anew if there is none.
         checkpoint_interval: how often to write one, as `1ep` or `200ba`.
+        inspect: train a few steps more when all is measured, to see where time and memory go. Not with `save`.
 
     Returns:
         What was measured. A run ended by Ctrl-C or SIGTERM has the status `interrupted`; its checkpoint is written.
@@ -136,6 +138,10 @@ def run(
             result.reason = "the checkpoint was at the end of the training already"
         result.pretrained = task.pretrained
         result.warnings = list(dict.fromkeys(caught))
+        if inspect and save is None and result.status == "ok" and not result.gave_up:
+            from composer_speedups.inspection import look_inside
+
+            look_inside(trainer, recipe, task, result)
         if save is not None and result.status == "ok" and not result.gave_up and dist.get_global_rank() == 0:
             with writing(Path(save)):
                 _save_model(model, task, Path(save))

@@ -49,6 +49,10 @@ def ablate(
         bool,
         typer.Option("--equal-batch", help="Also measure each row at the baseline's batch size and learning rate."),
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(help="After each recipe's first run, a few steps more to see where time and memory go."),
+    ] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would run, be skipped, and for how long; run nothing.")
     ] = False,
@@ -77,12 +81,13 @@ def ablate(
         out=folder,
         name=name,
         baseline=chosen,
-        command=_command(what, seeds, out, baseline, plan, equal_batch),
+        command=_command(what, seeds, out, baseline, plan, equal_batch, profile),
         timeout=timeout * 60,
         retry=retry,
         console=console,
         planned=plan is not None,
         dry_run=dry_run,
+        inspect=profile,
     )
     if dry_run:
         return
@@ -230,12 +235,14 @@ def _command(
     baseline: str | None,
     plan: str | None = None,
     equal: bool = False,
+    profile: bool = True,
 ) -> str:
     words: list[Any] = ["composer-speedups", "ablate", *what, "--seeds", seeds]
     words += ["--out", out] if out is not None else []
     words += ["--baseline", baseline] if baseline is not None else []
     words += ["--plan", plan] if plan is not None else []
     words += ["--equal-batch"] if equal else []
+    words += [] if profile else ["--no-profile"]
     return shlex.join(map(str, words))
 
 

@@ -21,6 +21,7 @@ PRELOAD = (
     "transformers.models.bert.modeling_bert",
     "composer",
     "composer_speedups.training",
+    "composer_speedups.inspection",
     "composer_speedups.ablation.jobs",
 )
 
@@ -67,12 +68,21 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
 
 
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
-    """Train `payload["recipe"]` with `payload["seed"]`; return `RunResult` as plain data."""
+    """Train `payload["recipe"]` with `payload["seed"]`; return `RunResult` as plain data.
+
+    `payload["inspect"]`: also look where the time of a step and the memory go, when all is measured.
+    """
     from composer_speedups.recipes import Recipe
     from composer_speedups.training import run
 
     recipe = Recipe.model_validate(payload["recipe"])
-    return run(recipe, seed=payload["seed"], report=lambda progress: report(asdict(progress))).as_dict()
+    result = run(
+        recipe,
+        seed=payload["seed"],
+        report=lambda progress: report(asdict(progress)),
+        inspect=bool(payload.get("inspect")),
+    )
+    return result.as_dict()
 
 
 def _build(recipe: Recipe) -> Sequence[Any]:

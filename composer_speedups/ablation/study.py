@@ -71,6 +71,7 @@ def run_study(
     entries: Entries | None = None,
     planned: bool = False,
     dry_run: bool = False,
+    inspect: bool = True,
 ) -> StudyResult:
     """Run every recipe with every seed, each in a fresh process, and write the results into `out`.
 
@@ -90,6 +91,7 @@ def run_study(
         entries: what runs in the processes.
         planned: the recipes were put together by a plan; those that contradict themselves are skipped.
         dry_run: say what would run, what would be skipped and why, and how long it would take; run and write nothing.
+        inspect: after the first run of each recipe, look where a step's time and the memory go.
 
     Raises:
         UserError: a recipe is wrong, or `out` cannot be used.
@@ -120,7 +122,7 @@ def run_study(
         store.plan(interleave(order, seeds))
         if retry:
             store.retry()
-        study = _Study(store, isolation, folder, dict(resolved), timeout, console)
+        study = _Study(store, isolation, folder, dict(resolved), timeout, console, inspect)
         if study.left():
             study.look(entries.survey, recipes, planned)
             study.announce(name, seeds)
@@ -149,8 +151,9 @@ class _Study:
         recipes: dict[str, dict[str, Any]],
         timeout: float | None,
         console: Console,
+        inspect: bool,
     ) -> None:
-        self.store, self.isolation, self.folder = store, isolation, folder
+        self.store, self.isolation, self.folder, self.inspect = store, isolation, folder, inspect
         self.recipes, self.timeout, self.console = recipes, timeout, console
         self.environment: int | None = None
         self.facts: dict[str, Any] = {}
@@ -250,7 +253,9 @@ class _Study:
                 renewed = time.monotonic()
                 self.store.renew(run)
 
-        payload = {"recipe": self.recipes[run.recipe], "seed": run.seed}
+        # Once a recipe is enough: where time and memory go does not depend on the seed.
+        looked = any(r.recipe == run.recipe and r.result.get("memory") for r in runs)
+        payload = {"recipe": self.recipes[run.recipe], "seed": run.seed, "inspect": self.inspect and not looked}
         try:
             outcome = self.isolation.run(payload, timeout=self.timeout, report=display.progress, tick=tick)
         except BaseException:

@@ -1,0 +1,114 @@
+"""A few more steps after a run's measurement: where their time goes, and what memory each kind takes.
+
+They go through Composer's own loop, with the recipe's speed-ups as they are, and disturb no number, as all numbers
+have been taken. The model is of no use afterwards: it has been trained a little further, at some learning rate.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from composer import Trainer
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from composer_speedups.algorithms.torch_compile import compile_statistics
+from composer_speedups.measure import Measurement
+from composer_speedups.memory import SavedForBackward, predict, tensor_bytes
+from composer_speedups.profiling import StepProfiler
+from composer_speedups.results import RunResult
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+    from composer_speedups.tasks import Task
+
+__all__ = ["MemoryProbe", "look_inside"]
+
+log = logging.getLogger("composer_speedups")
+
+_STEPS = 3
+_PATIENCE = 5.0  # seconds; where so many steps take longer, one is profiled
+
+
+class MemoryProbe(Callback):
+    """Measures the first step: what autograd keeps, and at its end weights, gradients and optimizer state, in bytes.
+
+    Attributes:
+        kinds: bytes by kind, after the step.
+        rows: real tokens of each row of the largest microbatch; empty where the batch has no attention mask.
+        length: of its padded rows.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, int] = {}
+        self.rows: list[int] = []
+        self.length = 0
+        self._saved: SavedForBackward | None = None
+        self._most = -1
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        if not self.kinds:
+            self._saved = SavedForBackward(state.model).__enter__()
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        if self._saved is None:
+            return
+        self._saved.__exit__(None, None, None)
+        if self._saved.bytes > self._most:
+            self._most = self._saved.bytes
+            mask = state.batch.get("attention_mask") if isinstance(state.batch, dict) else None
+            if mask is not None:
+                self.rows, self.length = mask.sum(1).tolist(), mask.shape[1]
+        self._saved = None
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self.kinds:
+            return
+        parameters = list(state.model.parameters())
+        states = [v for o in state.optimizers for entry in o.state.values() for v in entry.values()]
+        self.kinds = {
+            "weights": tensor_bytes([*parameters, *state.model.buffers()]),
+            "gradients": tensor_bytes(p.grad for p in parameters),
+            "optimizer": tensor_bytes(states),
+            "activations": max(0, self._most),
+        }
+
+
+def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult) -> None:
+    """Train some steps more, and put what they show into `result`. A failure is told, and costs the run nothing."""
+    model = trainer._original_model.model
+    typical = statistics.median(result.step_seconds) if result.step_seconds else 0.0
+    steps = _STEPS if (_STEPS + 2) * typical < _PATIENCE else 1
+    compiled = "torch_compile" in recipe.speedups
+    probe = MemoryProbe()
+    profiler = StepProfiler(None if compiled else model, steps, skip=2 if steps > 1 else 1)
+    try:
+        before = compile_statistics()["compile_seconds"]
+        _more_steps(trainer, [probe, profiler], profiler.skip + steps)
+        if compile_statistics()["compile_seconds"] == before:  # else its seconds are those of the compiler
+            result.step_profile, result.step_profile_other = profiler.profile.seconds, profiler.profile.other
+        result.memory = probe.kinds
+        if probe.rows:
+            found = predict(recipe, lengths=probe.rows, length=probe.length, task=task)
+            result.memory_predicted = found.kinds() | {"peak": found.peak}
+    except Exception as error:  # the run itself is done and well
+        log.warning("where the time and memory of %s go cannot be told: %r", recipe.name, error, exc_info=True)
+        result.warnings.append(f"where time and memory go cannot be told: {type(error).__name__}: {error}")
+    finally:
+        profiler.stop()
+
+
+def _more_steps(trainer: Trainer, callbacks: list[Callback], steps: int) -> None:
+    state: Any = trainer.state
+    state.callbacks = [c for c in state.callbacks if not isinstance(c, Measurement)] + callbacks
+    state.evaluators = []
+    trainer.logger.destinations = ()
+    # From the start of an epoch: in mid-epoch Composer would first load all batches again that have been seen.
+    if state.timestamp.batch_in_epoch.value:
+        state.timestamp = state.timestamp.to_next_epoch()
+    with warnings.catch_warnings():  # the run has said already what there is to say
+        warnings.simplefilter("ignore")
+        trainer.fit(duration=f"{steps}ba")

@@ -1,0 +1,185 @@
+"""Where a step's time goes: parts that sum to the whole, in the right kinds, with operators slowed down on purpose."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from composer import Trainer
+from small import BatchDataset, bert_config
+from torch import nn
+
+from composer_speedups.kernels.fast_dropout import fast_dropout
+from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
+from composer_speedups.profiling import KINDS, StepProfiler, classify, profiled
+
+CPU = torch.device("cpu")
+SLOW = 0.03  # seconds
+
+
+@torch.library.custom_op("planted::layer_norm", mutates_args=())
+def slow_norm(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(SLOW)
+    return x.clone()
+
+
+@slow_norm.register_autograd
+def _(ctx, gradient):
+    time.sleep(SLOW)
+    return gradient
+
+
+@torch.library.custom_op("planted::stencil", mutates_args=())
+def slow_stranger(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(SLOW)
+    return x.clone()
+
+
+slow_stranger.register_autograd(lambda ctx, gradient: gradient)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::addmm", "matmul"),
+        ("aten::mkldnn_linear", "matmul"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::_softmax", "attention"),
+        ("aten::_log_softmax", "loss and head"),
+        ("aten::bernoulli_", "dropout"),
+        ("aten::native_layer_norm", "norm"),
+        ("aten::gelu", "activation"),
+        ("aten::embedding_dense_backward", "embedding"),
+        ("aten::_to_copy", "copies"),
+        ("Memcpy HtoD (Pageable -> Device)", "copies"),
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "data"),
+        ("Torch-Compiled Region: 0/0", "compiled"),
+        ("triton_poi_fused_native_dropout_3", "dropout"),  # a kernel's name tells more than who made it
+        ("composer_speedups::varlen_attention", "attention"),
+        ("composer_speedups::varlen_attention_backward", "attention"),
+        ("_PerSequenceBackward", "attention"),
+        ("composer_speedups::layer_norm", "norm"),
+        ("composer_speedups::layer_norm_backward", "norm"),
+        ("composer_speedups::dropout_add_norm", "norm"),
+        ("_DropoutBackward", "dropout"),
+        ("_CrossEntropy", "loss and head"),
+        ("planted::stencil", "other"),
+        ("mine::topology", "other"),  # `to` is no part of a word
+    ],
+)
+def test_kinds_by_name(name: str, kind: str):
+    assert classify(name) == kind and kind in KINDS
+
+
+def test_every_operator_of_this_package_has_a_kind():
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("composer_speedups::")]
+    assert names, "imported above"
+    assert {n: classify(n) for n in names if classify(n) == "other"} == {}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 64)
+        self.dense, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, ids: torch.Tensor, planted: torch.library.CustomOpDef | None) -> torch.Tensor:
+        x = self.dense(self.embed(ids))
+        x = x if planted is None else planted(x)
+        q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        x = x + nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).transpose(1, 2).flatten(-2)
+        x = nn.functional.gelu(nn.functional.dropout(self.norm(x), 0.1))
+        return nn.functional.cross_entropy(x.flatten(0, 1), ids.flatten() % 64)
+
+
+def profile(planted: torch.library.CustomOpDef | None = None, steps: int = 2):
+    model, ids = Net(), torch.randint(0, 100, (8, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        model(ids, planted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with profiled(CPU, steps) as found:
+        for _ in range(steps):
+            step()
+    return found.profile
+
+
+def test_the_parts_sum_to_the_step():
+    found = profile()
+    assert sum(found.seconds.values()) == pytest.approx(found.step, rel=1e-6)
+    assert all(seconds > 0 for seconds in found.seconds.values()) and set(found.seconds) <= set(KINDS)
+    wanted = {"matmul", "attention", "norm", "dropout", "activation", "embedding", "loss and head", "optimizer", "loop"}
+    assert wanted <= set(found.seconds)
+
+
+def test_a_slow_operator_is_found_where_it_is():
+    assert profile().seconds["norm"] < SLOW
+    found = profile(slow_norm).seconds
+    # Its forward and its backward, which autograd's number ties to it. Sleep is never shorter than asked for.
+    assert found["norm"] >= 2 * SLOW and max(found, key=found.get) == "norm"
+
+
+def test_a_stranger_is_shown_as_other_by_its_name():
+    found = profile(slow_stranger)
+    assert found.seconds["other"] >= SLOW and max(found.seconds, key=found.seconds.get) == "other"
+    name, seconds = next(iter(found.other.items()))
+    assert "stencil" in name and seconds >= SLOW
+
+
+def test_a_slow_loop_is_the_loops():
+    with profiled(CPU) as found:
+        time.sleep(SLOW)
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    assert found.profile.seconds["loop"] >= SLOW
+
+
+def test_the_backward_pass_counts_with_what_caused_it():
+    x = torch.randn(64, 64, 64, requires_grad=True)
+    with profiled(CPU) as found:
+        nn.functional.dropout(x, 0.5).sum().backward()  # its backward is a plain product
+    shares = found.profile.seconds
+    assert "dropout" in shares and "backward of MulBackward0" not in found.profile.other
+
+
+def test_own_kernels_on_the_cpu():
+    x, lengths = torch.randn(600, 4, 32, requires_grad=True), Lengths.of([200, 400])
+    with profiled(CPU) as found:
+        varlen_attention(x, x, x, lengths, lengths, 0.1).sum().backward()
+    attention = found.profile.seconds
+    assert attention["attention"] > 0.5 * (found.profile.step - attention["loop"])
+    y = torch.randn(1 << 18, requires_grad=True)
+    with profiled(CPU) as found:
+        fast_dropout(y, 0.1).backward(torch.ones(1 << 18))
+    assert found.profile.seconds["dropout"] > 0.3 * (found.profile.step - found.profile.seconds["loop"])
+
+
+def test_in_composers_loop_the_optimizer_is_not_the_whole_step():
+    from composer.models import HuggingFaceModel
+    from transformers import BertForSequenceClassification
+
+    bert = BertForSequenceClassification(bert_config(hidden_size=64, intermediate_size=256))
+    profiler = StepProfiler(bert, steps=2)
+    trainer = Trainer(
+        model=HuggingFaceModel(bert, use_logits=True, metrics=[]),
+        train_dataloader=torch.utils.data.DataLoader(BatchDataset(), batch_size=8),
+        optimizers=torch.optim.AdamW(bert.parameters(), lr=1e-4, foreach=False),
+        max_duration="4ba",
+        callbacks=[profiler],
+        device="cpu",
+        progress_bar=False,
+    )
+    trainer.fit()
+    trainer.close()
+    found = profiler.profile
+    assert sum(found.seconds.values()) == pytest.approx(found.step, rel=1e-6)
+    # Composer calls forward and backward inside optimizer.step(closure).
+    assert found.seconds["optimizer"] < 0.6 * found.step
+    assert {"matmul", "attention", "norm", "data", "loss and head", "loop"} <= set(found.seconds)
+    assert not bert.classifier._forward_hooks and not bert.classifier._forward_pre_hooks, "the marks are gone"
