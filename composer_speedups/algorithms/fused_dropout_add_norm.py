@@ -17,21 +17,20 @@ the compiler, which fuses the forward pass as well; what is saved there are the 
 the gradients of weight and bias.
 
 **Needs.** Blocks that compute what BertSelfOutput and BertOutput do: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA, MPNet,
-DeBERTa-v2 and others, recognised by their code and not by their names. On CUDA the package triton and a width up to 8192;
-on the CPU a C compiler for speed: without one PyTorch's operations compute the same masks. Other devices are refused;
+DeBERTa-v2 and others, known by their code and not by their names. On CUDA the package triton and a width up to 8192; on
+the CPU a C compiler for speed: without one PyTorch's operations compute the same masks. Other devices are refused;
 tensor subclasses, hooks on a block's norm or dropout, and `torch.func` take the block's own code. It takes the norms
 and dropouts of the blocks; `LowPrecisionNorm`, `FusedLayerNorm` and `FastDropout` take the others.
 
 Measured on two cores of an AMD EPYC, forward + backward, bf16, dropout 0.1, against `FastDropout` + `LowPrecisionNorm`:
 MEASURED.
 
-Source: "dropout + add + LayerNorm" of MosaicML's and NVIDIA's MLPerf BERT; the masks are counter-based, see FastDropout.
+Source: dropout + add + LayerNorm of MosaicML's and NVIDIA's MLPerf BERT; the masks are counter-based, see FastDropout.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import torch
 from composer.core import State
@@ -39,7 +38,7 @@ from composer.loggers import Logger
 
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels import dropout_add_norm as kernel
-from composer_speedups.kernels.fast_dropout import shape_only
+from composer_speedups.kernels.fast_dropout import plain
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked, mix_in, same_code
 
@@ -133,7 +132,7 @@ class _FusedEnd:
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         norm, dropout = self.LayerNorm, self.dropout
-        if hooked(norm) or hooked(dropout) or not (_plain(hidden_states) and _plain(input_tensor)):
+        if hooked(norm) or hooked(dropout) or not (plain(hidden_states) and plain(input_tensor)):
             return super().forward(hidden_states, input_tensor)
         x, residual = self.dense(hidden_states), input_tensor
         device = x.device.type
@@ -144,10 +143,3 @@ class _FusedEnd:
             return norm(dropout(x) + residual)
         with torch.autocast(device, enabled=False):
             return kernel.dropout_add_norm(x, residual, norm.weight, norm.bias, p, norm.eps)
-
-
-def _plain(x: Any) -> bool:
-    """Whether the kernels can be given `x`: memory of its own, no subclass, outside of `torch.func`."""
-    if torch.compiler.is_compiling() or shape_only(x):
-        return True
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()

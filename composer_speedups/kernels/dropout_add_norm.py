@@ -10,8 +10,8 @@ device; they stay there as a tensor, so that on CUDA nothing is waited for and C
 
 The work is done by `dropout_add_norm_triton.py` on CUDA and by `dropout_add_norm.c` on the CPU. `_torch_forward` and
 `_torch_backward` are their meaning in PyTorch operations, and serve on the CPU where there is no compiler, and for
-float16 and float64. Gradients of weight and bias are summed in float32 by chunks of rows and then over
-chunks: no atomics, and on the CPU chunks that do not depend on the number of threads, so that a run repeats bit for bit.
+float16 and float64. Gradients of weight and bias are summed in float32 by chunks of rows and then over chunks: no
+atomics, and on the CPU chunks that do not depend on the number of threads, so that a run repeats bit for bit.
 
 Eager code goes through an `autograd.Function`; under `torch.compile` the same calls are a custom operator, which is
 opaque to the compiler and breaks no graph (why not in both: see `layer_norm.py`).

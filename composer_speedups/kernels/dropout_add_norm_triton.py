@@ -1,7 +1,7 @@
 """The CUDA side of `dropout_add_norm.py`: two Triton kernels, forward and backward.
 
-As in `layer_norm.py`, whose pieces they are made of, a program holds whole rows, widened to float32. The dropout mask is
-bit for bit that of `fast_dropout.keep_by_torch`: each element hashes its word and takes its half, so that no element
+As in `layer_norm.py`, whose pieces they are made of, a program holds whole rows, widened to float32. The dropout mask
+is bit for bit that of `fast_dropout.keep_by_torch`: each element hashes its word and takes its half, so that no element
 waits for another, at the price of hashing each word twice in registers.
 """
 

@@ -26,7 +26,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from composer_speedups.kernels.native import load
 
-__all__ = ["draw_keys", "fast_dropout", "fast_dropout_mask", "keep_by_torch", "native", "realised", "shape_only"]
+__all__ = [
+    "draw_keys",
+    "fast_dropout",
+    "fast_dropout_mask",
+    "keep_by_torch",
+    "native",
+    "plain",
+    "realised",
+    "shape_only",
+]
 
 Keys = tuple[int, int]
 
@@ -77,7 +86,7 @@ def fast_dropout(x: torch.Tensor, p: float, training: bool = True, inplace: bool
     if not training or p == 0:
         return x
     compiling = torch.compiler.is_compiling()
-    if not 0 <= p < 1 or not x.is_cpu or not x.is_floating_point() or x.numel() > _MOST or not (compiling or _plain(x)):
+    if not 0 <= p < 1 or not x.is_cpu or not x.is_floating_point() or x.numel() > _MOST or not plain(x):
         return torch.nn.functional.dropout(x, p, training, inplace)
     if compiling:
         out = _by_torch(x, torch.randint(0, 1 << 32, (2,)).unbind(), _dropped(p))
@@ -151,8 +160,13 @@ def _dropped(p: float) -> int:
     return round(p * _STEPS) if p in (0, 1) else min(max(round(p * _STEPS), 1), _STEPS - 1)
 
 
-def _plain(x: torch.Tensor) -> bool:
-    """Whether `x` has memory of its own that a pointer may be taken to, or is the shape of such a tensor."""
+def plain(x: torch.Tensor) -> bool:
+    """Whether `x` has memory of its own that a pointer may be taken to, or is the shape of such a tensor.
+
+    While compiling every tensor counts as plain: what it will be is not known.
+    """
+    if torch.compiler.is_compiling():
+        return True
     known = type(x) in (torch.Tensor, torch.nn.Parameter) or shape_only(x)
     return known and not torch._C._are_functorch_transforms_active()
 

@@ -1,8 +1,8 @@
 """Small C kernels for the CPU, built by the machine's own compiler when first used, and kept.
 
 No build system and no headers of PyTorch: a file of plain C, with `native.h`, takes pointers and sizes, and `ctypes`
-calls it, which releases the GIL. That compiles in under a second, where an extension against PyTorch takes half a minute.
-OpenMP's symbols are left open at link time: they resolve to the runtime that PyTorch has loaded already, so
+calls it, which releases the GIL. That compiles in about a second, where an extension against PyTorch takes half a
+minute. OpenMP's symbols are left open at link time: they resolve to the runtime that PyTorch has loaded already, so
 that both share one pool of threads. Where there is no compiler, `load` returns None, and the caller has its
 PyTorch meaning of the kernel to fall back on. `COMPOSER_SPEEDUPS_NATIVE=0` asks for that, too.
 """
