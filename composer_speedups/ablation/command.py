@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from composer_speedups.ablation.store import Store
     from composer_speedups.recipes import Recipe
 
-__all__ = ["ABLATE_EXAMPLE", "REPORT_EXAMPLE", "ablate", "report"]
+__all__ = ["ABLATE_EXAMPLE", "REPORT_EXAMPLE", "ablate", "report", "stop_on_termination"]
 
 ABLATE_EXAMPLE = "Example: composer-speedups ablate demo --seeds 3 --out runs/demo task.max_length=64"
 REPORT_EXAMPLE = "Example: composer-speedups report runs/demo, or report runs/before runs/after"
@@ -74,7 +74,7 @@ def ablate(
     elif baseline:
         chosen = _baseline(baseline, [r.name for r in recipes])
     folder = out if out is not None else Path("runs") / name
-    _stop_on_termination()
+    stop_on_termination()
     result = run_study(
         recipes,
         seeds=_seeds(recipes[0].seed, seeds),
@@ -246,7 +246,7 @@ def _command(
     return shlex.join(map(str, words))
 
 
-def _stop_on_termination() -> None:
+def stop_on_termination() -> None:
     """`kill` ends a study as Ctrl-C does: with everything written that is done."""
     if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
         return

@@ -25,7 +25,7 @@ _LEAST_STEPS = 8  # of the shortest run: with fewer, the warm-up is most of it
 
 @dataclass(frozen=True)
 class Plan:
-    """How a budget is spent: at most `trials` rates, in runs of `samples[0]`, the better ones again of `samples[1]` ..."""
+    """How a budget is spent: at most `trials` rates, in runs of `samples[0]`, the better ones of `samples[1]` ..."""
 
     trials: int
     samples: tuple[int, ...]
@@ -40,7 +40,9 @@ class Rated:
     ended: str  # "", "pruned", or what went wrong
 
 
-Train = Callable[[float, int], float | None]  # loss of a run with this rate and so many samples; None: it did not end well
+Train = Callable[
+    [float, int], float | None
+]  # loss of a run with this rate and so many samples; None: it did not end well
 
 
 def optuna_or_error() -> ModuleType:

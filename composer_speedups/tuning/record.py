@@ -49,11 +49,11 @@ class Record:
     def _begin(self, search: dict[str, Any]) -> None:
         lines = self._read()
         if lines and lines[0].get("format") != _FORMAT:
-            raise RecordError(f"{path} was written by another version. {self._remedy()}")
+            raise RecordError(f"{self.path} was written by another version. {self._remedy()}")
         if lines:
             different = _difference(lines[0]["search"], search)
             if different:
-                raise RecordError(f"{path} holds the trials of another search ({different}). {self._remedy()}")
+                raise RecordError(f"{self.path} holds the trials of another search ({different}). {self._remedy()}")
             self.trials = lines[1:]
         else:
             self._append({"format": _FORMAT, "search": search})
@@ -116,7 +116,8 @@ class Record:
                 if _check(entry["content"]) != entry["check"]:
                     raise ValueError("it was changed")
                 found.append(json.loads(entry["content"]))
-                found[-1]["search" if number == 1 else "kind"]  # noqa: B018 - a KeyError says that it is not ours
+                if ("search" if number == 1 else "kind") not in found[-1]:
+                    raise ValueError("it is not ours")
             except (ValueError, KeyError, TypeError) as error:
                 raise RecordError(f"{self.path} is damaged in line {number}. {self._remedy()}") from error
         if rest:  # a kill in the middle of writing: that trial is made again

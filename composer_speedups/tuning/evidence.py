@@ -1,0 +1,53 @@
+"""What a search found, in the words of the new recipe's comments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_speedups.tuning.rate import Rated
+
+__all__ = ["batch_lines", "rate_lines"]
+
+_WORDS = {"out_of_memory": "out of memory", "over_limit": "over the limit"}
+
+
+def batch_lines(trials: Sequence[Mapping[str, Any]], noun: str) -> list[str]:
+    """One line for each try of the batch, in order of size.
+
+    Args:
+        trials: as the record has them.
+        noun: `batch` or `microbatch`.
+    """
+    rows = [(noun, "samples/s", "peak MB", "steps", "status")]
+    for trial in sorted(trials, key=lambda t: (t["size"], t["number"])):
+        speed, peak = trial["samples_per_second"], trial["peak_memory_bytes"]
+        status = _WORDS.get(trial["status"], trial["status"])
+        rows.append(
+            (
+                str(trial["size"]),
+                "-" if speed is None else f"{speed:.1f}",
+                "-" if peak is None else f"{peak / 1e6:,.0f}",
+                str(trial["steps"]),
+                status if status == "ok" or not trial["reason"] else f"{status}: {trial['reason'][:70]}",
+            )
+        )
+    return _aligned(rows)
+
+
+def rate_lines(tried: Sequence[Rated], samples: Sequence[int]) -> list[str]:
+    """One line for each learning rate, in the order of the search: the loss at the end of each of its runs."""
+    rows = [("rate", *(f"loss at {n:,}" for n in samples), "")]
+    for one in tried:
+        losses = [f"{loss:.4f}" for loss in one.losses] + ["-"] * (len(samples) - len(one.losses))
+        rows.append((f"{one.rate:g}", *losses, one.ended))
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of numbers to the right; the last one, of words, to the left."""
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]) - 1)]
+    return [
+        ("  " + "  ".join([c.rjust(w) for c, w in zip(row[:-1], widths, strict=True)] + [row[-1]])).rstrip()
+        for row in rows
+    ]

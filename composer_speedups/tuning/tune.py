@@ -1,0 +1,463 @@
+"""Tune one recipe: the batch first, then the learning rate for it, every try in a fresh process."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from composer_speedups import hardware
+from composer_speedups.ablation.estimate import duration, expected_seconds
+from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.ablation.rows import precision
+from composer_speedups.ablation.study import Entries
+from composer_speedups.errors import SpeedUpUnavailable, UserError
+from composer_speedups.tuning import batch as batches
+from composer_speedups.tuning import rate as rates
+from composer_speedups.tuning.evidence import batch_lines, rate_lines
+from composer_speedups.tuning.progress import Display
+from composer_speedups.tuning.record import Record
+from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, predicted_line, starting_size
+from composer_speedups.tuning.written import check_output, write_recipe
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["ENTRIES", "GOALS", "SAMPLES", "Settings", "Tuned", "record_path", "tune"]
+
+ENTRIES = Entries(
+    train="composer_speedups.tuning.jobs:trial",
+    survey="composer_speedups.tuning.jobs:survey",
+    preload=(*PRELOAD, "composer_speedups.tuning.jobs"),
+)
+GOALS = ("largest", "fastest")
+SAMPLES = 16_000
+_TRIES = 8  # of the batch, that a budget is divided by
+_LEAST, _MOST = 6, 60  # steps of a try: three of them are warm-up
+_LEAST_TRAINING = 20  # steps that the recipe's own duration must have
+_FITTING = 4  # steps that show whether a batch fits: the optimizer's state is there after the first
+_SHARE = {"cpu": 0.8, "cuda": 0.95}  # of the memory there is, where no limit is given
+_VARYING = 0.85  # on a GPU, where batches differ in tokens: the fullest one need not be among those tried
+_IDENTITY = ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "variables")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is searched, and with how much effort.
+
+    Attributes:
+        batch: search the batch.
+        rate: search the learning rate; without it, the scaling rule gives it.
+        constant: keep the effective batch, and search the microbatch instead (gradient accumulation).
+        samples: that may be trained in all, to find the fastest batch and the learning rate.
+        trials: learning rates, at most.
+        memory_limit: bytes; None is most of what the machine has.
+        goal: `largest` batch that fits or `fastest`; None is the largest on a GPU, the fastest without.
+        timeout: seconds that one try may take.
+    """
+
+    batch: bool = True
+    rate: bool = True
+    constant: bool = False
+    samples: int = SAMPLES
+    trials: int = 8
+    memory_limit: int | None = None
+    goal: str | None = None
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not self.batch and not self.rate:
+            raise UserError("nothing to tune: use --batch, --lr, or both")
+        for name, value in (("--samples", self.samples), ("--trials", self.trials), ("--timeout", self.timeout)):
+            if not value > 0:
+                raise UserError(f"{name} must be positive, got {value:g}")
+        if self.memory_limit is not None and self.memory_limit <= 0:
+            raise UserError(f"--memory-limit must be positive, got {self.memory_limit}. Write e.g. --memory-limit 8GB")
+        if self.goal is not None and self.goal not in GOALS:
+            raise UserError(f"--goal must be largest or fastest, got {self.goal!r}")
+
+
+@dataclass
+class Tuned:
+    """What came of it: the recipe that was written, or None if the search was stopped."""
+
+    path: Path
+    recipe: Recipe | None
+
+
+def record_path(out: Path) -> Path:
+    """Where the tries of the search for `out` are kept until it is over."""
+    return out.with_suffix(".trials.jsonl")
+
+
+def tune(
+    recipe: Recipe,
+    *,
+    out: Path,
+    base: Recipe | None = None,
+    extends: str | None = None,
+    settings: Settings | None = None,
+    overwrite: bool = False,
+    command: str = "",
+    name: str | None = None,
+    console: Console | None = None,
+    entries: Entries = ENTRIES,
+    isolation: Isolation | None = None,
+) -> Tuned:
+    """Search what `settings` say for `recipe` on this machine, and write the new recipe to `out`.
+
+    The same call again goes on where the last one was stopped.
+
+    Args:
+        recipe: resolved, with the user's overrides.
+        out: the new recipe's file.
+        base: the recipe as `extends` loads; None writes out every value.
+        extends: how `out` names it.
+        settings: see `Settings`.
+        overwrite: replace `out` if it is there.
+        command: how this was asked for; goes into the comments.
+        name: of the new recipe; None is the file's.
+        console: where progress is shown.
+        entries: what runs in the processes.
+        isolation: what makes the processes, if the caller has one already.
+
+    Raises:
+        SpeedUpUnavailable: the recipe cannot run on this machine.
+        UserError: the recipe is wrong, `out` is taken, the record beside it is damaged, or nothing fits.
+    """
+    settings, console = settings or Settings(), console or Console()
+    check_output(out, overwrite)
+    if settings.rate:
+        rates.optuna_or_error()
+    own = isolation is None
+    isolation = isolation or Isolation(entries.train, entries.preload)
+    record = None
+    try:
+        console.print("Looking at this machine ...", style="dim")
+        session = _Session(recipe, settings, isolation, entries, console)
+        search = {
+            "recipe": {k: v for k, v in recipe.to_dict().items() if k not in ("name", "description", "published")},
+            "settings": {k: v for k, v in asdict(settings).items() if k != "timeout"},
+            "machine": {key: session.facts.get(key) for key in _IDENTITY},
+        }
+        record = Record(record_path(out), search)
+        session.announce(record, out)
+        with Display(console, settings.samples) as display:
+            found, evidence, reasons = session.search(record, display)
+        day = time.strftime("%Y-%m-%d")
+        head = [f"{day}: {command}" if command else f"{day}: tuned", f"On {hardware.summary(session.facts)}"]
+        write_recipe(
+            out,
+            found,
+            base,
+            extends,
+            description=f"{recipe.description or recipe.name}, tuned"[:500],
+            evidence=[*head, "Each try was a fresh process on that machine.", *evidence],
+            reasons=reasons,
+            overwrite=overwrite,
+            name=name,
+        )
+        record.remove()
+        return Tuned(out, found)
+    except KeyboardInterrupt:
+        if record is not None:
+            count = len(record.trials)
+            console.print(f"Stopped; {count} tries are kept in {record.path}", style="yellow", highlight=False)
+        return Tuned(out, None)
+    finally:
+        if record is not None:
+            record.close()
+        if own:
+            isolation.close()
+
+
+class _Session:
+    """One search, from the look at the machine on."""
+
+    def __init__(
+        self, recipe: Recipe, settings: Settings, isolation: Isolation, entries: Entries, console: Console
+    ) -> None:
+        self.recipe, self.settings, self.isolation, self.console = recipe, settings, isolation, console
+        kind = hardware.hardware()
+        wanted = precision(recipe.to_dict(), kind)
+        payload = {"recipe": recipe, "peaks": {recipe.name: wanted}}
+        outcome = isolation.run(payload, timeout=1200, entry=entries.survey)
+        if outcome.value is None:
+            raise UserError(f"cannot look at this machine: {outcome.reason}\n{outcome.log}".strip())
+        answer = outcome.value
+        if answer["error"]:
+            raise UserError(answer["error"])
+        if answer["skip"]:
+            raise SpeedUpUnavailable(f"{recipe.name} cannot run here: {next(iter(answer['skip'].values()))}")
+        self.facts: dict[str, Any] = answer["environment"]
+        self.samples: int = answer["samples"]
+        self.predicted = {int(size): peak for size, peak in answer["memory"].items()}
+        self.per_sample = self._seconds_per_sample(answer["peaks"], kind)
+        self.cuda = self.facts["hardware"] == "cuda"
+        self.goal = settings.goal or ("largest" if self.cuda else "fastest")
+        self.limit = settings.memory_limit or self._whole_memory()
+        both = settings.batch and settings.rate and self.goal == "fastest"
+        self.batch_budget = settings.samples // 2 if both else settings.samples
+        self.used = 0
+
+    def announce(self, record: Record, out: Path) -> None:
+        """Say what will run, and for about how long."""
+        recipe, settings, say = self.recipe, self.settings, self._say
+        noun = "microbatch" if settings.constant else "batch"
+        parts, seconds = [], 0.0
+        if settings.batch:
+            within = f" within {self.limit / 1e9:.1f} GB" if self.limit else ""
+            parts.append(f"the {self.goal} {noun}{within}")
+            seconds += _TRIES * 5 + (self.batch_budget if self.goal == "fastest" else 0) * self.per_sample
+        if settings.rate:
+            parts.append(f"the learning rate, {settings.trials} tried at most")
+            seconds += 2 * settings.trials * 5 + (settings.samples - self.batch_budget or settings.samples) * (
+                self.per_sample
+            )
+        say(f"Tuning {recipe.name}: {'; then '.join(parts)}")
+        say(f"On {hardware.summary(self.facts)}")
+        if record.trials:
+            say(f"{len(record.trials)} tries of an earlier start are kept")
+        say(
+            f"Budget: {settings.samples:,} samples, each try a fresh process, about {duration(seconds)}. "
+            f"Ctrl-C keeps what was found"
+        )
+        say(f"The recipe goes to {out}")
+
+    def search(self, record: Record, display: Display) -> tuple[Recipe, list[str], dict[str, str]]:
+        """The tuned recipe, the lines of evidence, and the reasons for its values."""
+        self.record, self.display = record, display
+        old, found, evidence = self.recipe, self.recipe, list[str]()
+        reasons: dict[str, str] = {}
+        if self.settings.batch:
+            found, lines, reason = self._search_batch()
+            evidence += ["", *lines]
+            reasons["microbatch_size" if self.settings.constant else "batch_size"] = reason
+        rule = rates.scaled_rate(old.learning_rate, old.batch_size, found.batch_size)
+        if found.batch_size == old.batch_size:
+            rule = old.learning_rate
+            text = f"{rule:g} is the recipe's own"
+        else:
+            text = f"{old.learning_rate:g} x sqrt({found.batch_size}/{old.batch_size}) = {rule:g}"
+        found = _same_samples(found, old).model_copy(update={"learning_rate": rule})
+        if found.duration != old.duration:
+            reasons["duration"] = "as many samples as before"
+        reasons["learning_rate"] = text
+        if self.settings.rate:
+            found, lines, reasons["learning_rate"] = self._search_rate(found, rule, text)
+            evidence += ["", *lines]
+        return _written_as(found, old), evidence, reasons
+
+    # --- The batch ---
+
+    def _search_batch(self) -> tuple[Recipe, list[str], str]:
+        recipe, constant = self.recipe, self.settings.constant
+        noun = "microbatch" if constant else "batch"
+        if constant:
+            sizes, start = microbatch_sizes(recipe.batch_size), recipe.microbatch_size or recipe.batch_size
+        else:
+            capability = min((float(g["capability"]) for g in self.facts["gpus"]), default=None)
+            # A batch that leaves a training only a few steps is fast, and learns nothing.
+            most = max(recipe.batch_size, self._own_samples() // _LEAST_TRAINING)
+            sizes, start = batch_sizes(max(1, min(most, self.samples)), capability), recipe.batch_size
+        self._calls: Counter[int] = Counter()
+        if self.goal == "largest":
+            fixed = 0
+            if self.predicted and self.limit:
+                start, fixed = (
+                    starting_size(self.predicted, self.limit, sizes),
+                    round(predicted_line(self.predicted)[0]),
+                )
+            size = batches.largest(self._measure, sizes, start, self.limit, fixed)
+        else:
+            size = batches.fastest(self._measure, sizes, start, self.limit)
+        tried = self.record.find(kind="batch")
+        if size is None:
+            reason = next((f": {t['reason']}" for t in reversed(tried) if t["reason"]), "")
+            raise UserError(
+                f"no {noun} of {recipe.name} was found to fit{reason}. Raise --memory-limit or --samples, or shorten "
+                f"task.max_length"
+            )
+        speeds = [t["samples_per_second"] for t in tried if t["size"] == size and t["samples_per_second"]]
+        speed = f", {sum(speeds) / len(speeds):.1f} samples/s" if speeds else ""
+        count = len({t["size"] for t in tried})
+        within = f" within {self.limit / 1e9:.1f} GB" if self.limit else ""
+        lines = [f"The {self.goal} {noun}{within}: {size}{speed}. Tried:", *batch_lines(tried, noun)]
+        reason = f"the {self.goal} of {count} tried{speed}"
+        self.display.say(f"{noun} {size}: {reason}", style="bold")
+        if constant:
+            micro = None if size == recipe.batch_size else size
+            return recipe.model_copy(update={"microbatch_size": micro}), lines, reason
+        return recipe.model_copy(update={"batch_size": size, "microbatch_size": None}), lines, reason
+
+    def _measure(self, size: int) -> batches.Tried | None:
+        """One try of a batch, from the record if it was made before; None if the budget does not allow it."""
+        recipe, number = self.recipe, self._calls[size]
+        self._calls[size] += 1
+        batch = recipe.batch_size if self.settings.constant else size
+        if self.goal == "largest":
+            steps = _FITTING
+        else:
+            steps = min(_MOST, max(_LEAST, math.ceil(self.batch_budget / _TRIES / batch)))
+            steps = min(steps, (self.batch_budget - self.used) // batch)
+            if steps < _FITTING:
+                return None
+            self.used += steps * batch
+        known = self.record.find(kind="batch", size=size, number=number)
+        if known:
+            trial = known[0]
+        else:
+            micro = (None if size == batch else size) if self.settings.constant else None
+            changed = {"batch_size": batch, "microbatch_size": micro}
+            rate = rates.scaled_rate(recipe.learning_rate, recipe.batch_size, batch)
+            label = f"{'microbatch' if self.settings.constant else 'batch'} {size}"
+            trial = {"kind": "batch", "size": size, "number": number, "steps": steps}
+            trial = self.record.add(trial | self._try(label, recipe.model_copy(update=changed), rate, steps))
+        return batches.Tried(
+            size, trial["status"], trial["reason"], trial["samples_per_second"], trial["peak_memory_bytes"]
+        )
+
+    # --- The learning rate ---
+
+    def _search_rate(self, recipe: Recipe, start: float, rule: str) -> tuple[Recipe, list[str], str]:
+        budget = self.settings.samples - (self.used if self.settings.batch and self.goal == "fastest" else 0)
+        # One epoch at most: a loss over samples that were seen before says less.
+        longest = max(min(self._own_samples(), self.samples), 8 * recipe.batch_size)
+        plan = rates.plan(budget, recipe.batch_size, self.settings.trials, longest)
+        if plan is None:
+            least = 2 * 8 * recipe.batch_size
+            note = f"{budget:,} samples are too few to compare rates at batch {recipe.batch_size} (at least {least:,})"
+            self.display.say(f"learning rate {start:g}: {rule}; {note}", style="bold")
+            return recipe, [f"Learning rate: {rule}. Not searched: {note}."], f"{rule}; not searched"
+
+        def train(rate: float, samples: int) -> float | None:
+            known = self.record.find(kind="rate", rate=rate, samples=samples, batch=recipe.batch_size)
+            if known:
+                trial = known[0]
+            else:
+                steps = samples // recipe.batch_size
+                trial = {"kind": "rate", "rate": rate, "samples": samples, "batch": recipe.batch_size, "steps": steps}
+                trial = self.record.add(trial | self._try(f"learning rate {rate:g}", recipe, rate, steps))
+            self.used += samples
+            if trial["status"] == "failed":
+                raise UserError(f"learning rate {rate:g} failed: {trial['reason']}")
+            if trial["status"] != "ok":
+                return None
+            return math.nan if trial["loss"] is None else trial["loss"]
+
+        best, tried = rates.search(train, start, plan, budget, recipe.seed)
+        furthest = max(len(one.losses) for one in tried)
+        reason = f"lowest loss of {len(tried)} tried; {rule}"
+        if not furthest:
+            reason = f"{rule}; of {len(tried)} tried none ended with a loss"
+        lines = [
+            f"Learning rate {best:g}, {reason}.",
+            "Loss: mean over the last quarter of a whole run with its own warm-up and decay, all from the same weights",
+            "over the same samples; longer training may prefer another rate. Tried:",
+            *rate_lines(tried, plan.samples),
+        ]
+        self.display.say(f"learning rate {best:g}: {reason}", style="bold")
+        return recipe.model_copy(update={"learning_rate": best}), lines, reason
+
+    # --- One try ---
+
+    def _try(self, label: str, recipe: Recipe, rate: float, steps: int) -> dict[str, Any]:
+        """Train `steps` steps in a fresh process; what came of it, for the record."""
+        plain = recipe.to_dict() | {
+            "learning_rate": rate,
+            "duration": f"{steps}ba",
+            "evaluate": False,
+            "loggers": {},
+            "published": None,
+        }
+        if not plain["schedule"]["warmup"].endswith("dur"):  # of the whole training, it would outlast a try
+            plain["schedule"] = plain["schedule"] | {"warmup": "0.1dur"}
+        self.display.used = self.used
+        self.display.start(label)
+        outcome = self.isolation.run(
+            {"recipe": plain, "seed": recipe.seed, "memory_limit": self.limit},
+            timeout=self.settings.timeout,
+            report=self.display.progress,
+            tick=self.display.tick,
+        )
+        value = outcome.value if isinstance(outcome.value, dict) else {}
+        status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
+        if status == "interrupted":
+            raise KeyboardInterrupt
+        peak = value.get("peak_memory_bytes")
+        if status == "ok" and self.limit and peak and peak > self.limit:
+            status, reason = "over_limit", f"{peak / 1e9:.2f} GB"
+        losses = [loss for loss in value.get("losses") or [] if loss is not None]
+        tail = losses[-max(1, len(losses) // 4) :]
+        loss = sum(tail) / len(tail) if tail and value.get("finite", True) else None
+        result = {
+            "status": status,
+            "reason": " ".join(str(reason).split()),
+            "samples_per_second": value.get("samples_per_second"),
+            "peak_memory_bytes": peak,
+            "loss": loss if loss is not None and math.isfinite(loss) else None,
+            "seconds": round(outcome.seconds, 2),
+        }
+        facts = [f"{outcome.seconds:.1f} s"]
+        if result["samples_per_second"]:
+            facts.append(f"{result['samples_per_second']:.4g} samples/s")
+        if peak:
+            facts.append(f"{peak / 1e6:,.0f} MB")
+        if result["loss"] is not None:
+            facts.append(f"loss {result['loss']:.4f}")
+        elif status == "ok":
+            facts.append("the loss was not finite")
+        words = "" if status == "ok" else f"{status.replace('_', ' ')}: {result['reason']}; "
+        self.display.say(f"  {label}, {steps} steps: {words}{', '.join(facts)}")
+        return result
+
+    # --- Facts ---
+
+    def _whole_memory(self) -> int | None:
+        """The memory that a try may take where the user sets no limit."""
+        if self.cuda:
+            varying = self.recipe.task.padding != "max_length" or (
+                self.recipe.speedups.keys() & {"unpadding", "length_grouped_batches", "token_budget_batches"}
+            )
+            total = min((gpu["memory_bytes"] for gpu in self.facts["gpus"]), default=None)
+            share = _VARYING if varying else _SHARE["cuda"]
+        else:
+            total, share = self.facts.get("memory_bytes"), _SHARE["cpu"]
+        return None if total is None else round(share * total)
+
+    def _seconds_per_sample(self, peaks: dict[str, float], kind: str) -> float:
+        plain = self.recipe.to_dict() | {"evaluate": False}
+        one, two = (expected_seconds(plain | {"duration": f"{n}sp"}, peaks, kind) for n in (1, 2))
+        return 0.0 if one is None or two is None else two - one
+
+    def _own_samples(self) -> int:
+        """Samples of the recipe's own duration."""
+        amount, unit = int(self.recipe.duration[:-2]), self.recipe.duration[-2:]
+        return {"ep": amount * self.samples, "ba": amount * self.recipe.batch_size, "sp": amount}[unit]
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _same_samples(found: Recipe, old: Recipe) -> Recipe:
+    """What is counted in batches lasts as many samples as it did with the old batch."""
+
+    def converted(text: str) -> str:
+        return f"{max(1, round(int(text[:-2]) * old.batch_size / found.batch_size))}ba" if text.endswith("ba") else text
+
+    warmup = old.schedule.warmup
+    warmup = warmup if warmup == "0ba" else converted(warmup)
+    schedule = found.schedule.model_copy(update={"warmup": warmup})
+    return found.model_copy(update={"duration": converted(old.duration), "schedule": schedule})
+
+
+def _written_as(found: Recipe, old: Recipe) -> Recipe:
+    copied = found.model_copy(deep=True)
+    copied._written = old._written
+    return copied

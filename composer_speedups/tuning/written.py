@@ -1,0 +1,135 @@
+"""The recipe that a search ends with: it says only what differs from the old one, and in comments, why."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups.errors import UserError
+from composer_speedups.recipe_yaml import Item, Where, dump
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["check_output", "extends_as", "write_recipe"]
+
+_OWN = ("name", "description", "extends", "published")  # never inherited
+_WHERE = Where("tuning")
+
+
+def check_output(out: Path, overwrite: bool) -> None:
+    """Raise unless a recipe can be written to `out`."""
+    if out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {out} is no recipe's file: end it with .yaml")
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder: name a .yaml file in it")
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists: add --overwrite to replace it, or choose another --out")
+
+
+def extends_as(asked: str, out: Path) -> str:
+    """How a recipe at `out` names the one that was asked for: a shipped one by its name, a file by its path."""
+    from composer_speedups.recipes import recipe_names
+
+    matches = [name for name in recipe_names() if asked in (name, name.rpartition("/")[2])]
+    if asked in recipe_names() or (len(matches) == 1 and not asked.endswith((".yaml", ".yml"))):
+        return asked if asked in recipe_names() else matches[0]
+    try:
+        path = os.path.relpath(os.path.realpath(asked), os.path.realpath(out.parent))
+    except ValueError:  # another drive
+        path = os.path.abspath(asked)
+    return path if path.startswith(("../", "/")) else f"./{path}"
+
+
+def write_recipe(
+    out: Path,
+    recipe: Recipe,
+    base: Recipe | None,
+    extends: str | None,
+    *,
+    description: str,
+    evidence: Sequence[str],
+    reasons: dict[str, str],
+    overwrite: bool = False,
+    name: str | None = None,
+) -> None:
+    """Write `recipe` to `out`, and check that it loads as the same.
+
+    Args:
+        out: the file; never half written, and replaced only if `overwrite`.
+        recipe: what is to be loaded again.
+        base: what `extends` loads as; None writes every value.
+        extends: how the file names `base`.
+        description: of the new recipe.
+        evidence: lines of the comment at the top.
+        reasons: by top-level key: a comment after its value.
+        overwrite: replace a file that is there.
+        name: of the recipe, if not the file's.
+    """
+    from composer_speedups.recipes import load_recipe
+
+    wanted = {key: value for key, value in recipe.to_dict().items() if key not in _OWN}
+    head: dict[str, Any] = {"name": name} if name else {}
+    if base is not None:
+        head["extends"] = extends
+    head["description"] = description
+    old = {} if base is None else base.to_dict()
+    values = _changes(old, wanted) if base is not None else {k: v for k, v in wanted.items() if v is not None}
+    for key in ("batch_size", "learning_rate"):  # said even where they stayed: they were found to be right
+        values[key] = wanted[key]
+    order = [key for key in wanted if key in values]
+    lines = [f"# {line}".rstrip() for line in evidence]
+    for key, value in [*head.items(), *((key, values[key]) for key in order)]:
+        text = dump(_item({key: value})).rstrip("\n").split("\n")
+        if key in reasons:
+            text[0] += f" # {reasons[key]}"
+        lines += text
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, as a path in `extends` is relative to the file.
+    descriptor, temporary = tempfile.mkstemp(suffix=".yaml", prefix=f".{out.stem}-", dir=out.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        loaded = load_recipe(temporary, check_arguments=False).to_dict()
+        different = [key for key, value in wanted.items() if loaded[key] != value]
+        if different:
+            raise RuntimeError(f"the recipe that was written loads with another {', '.join(different)}")
+        if overwrite:
+            os.replace(temporary, out)
+        else:
+            try:
+                os.link(temporary, out)  # fails if somebody made it meanwhile
+            except FileExistsError:
+                raise UserError(f"{out} exists: add --overwrite to replace it, or choose another --out") from None
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What `new` must say when it is laid over `old`: null takes a speed-up away."""
+    found: dict[str, Any] = {}
+    for key, value in new.items():
+        before = old.get(key)
+        if value == before:
+            continue
+        if isinstance(value, dict) and isinstance(before, dict):
+            inner = _changes(before, value)
+            inner |= {name: None for name in before if name not in value}
+            found[key] = inner
+        elif isinstance(value, dict):
+            found[key] = value
+        else:
+            found[key] = value
+    return found
+
+
+def _item(value: Any) -> Item:
+    if isinstance(value, dict):
+        return Item({key: _item(inner) for key, inner in value.items()}, _WHERE)
+    return Item([_item(v) for v in value] if isinstance(value, list) else value, _WHERE)
