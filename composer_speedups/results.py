@@ -58,6 +58,7 @@ class RunResult:
     kernels: list[str] = field(default_factory=list)
     pretrained: bool | None = None
     warnings: list[str] = field(default_factory=list)
+    overlapped: bool = False  # another run was measured on this machine at the same time
     # Of a few steps after the measured ones (`inspection.py`); empty where nobody asked for it.
     step_profile: dict[str, float] = field(default_factory=dict)  # seconds of one step by kind of work
     step_profile_other: dict[str, float] = field(default_factory=dict)  # of `other`, the largest operators by name

@@ -1,18 +1,18 @@
-"""The pictures of a study: speed-ups, speed against memory, loss and throughput over steps and over seconds."""
+"""The pictures of a study: speed-ups, where time and memory go, loss and throughput over steps and over seconds."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from composer_speedups.ablation.drawing import SERIES, Drawing, ticks
+from composer_speedups.ablation.drawing import PARTS, SERIES, Drawing, ticks
 from composer_speedups.ablation.store import Run
 from composer_speedups.ablation.tables import short_names
 
-__all__ = ["charts", "pareto"]
+__all__ = ["MEMORY", "charts", "pareto", "shares"]
 
 Row = Mapping[str, Any]
 Curve = list[tuple[float, float]]
@@ -20,6 +20,17 @@ Curve = list[tuple[float, float]]
 _LETTER = 7.3  # mean width of a letter of size 12, in wide fonts such as DejaVu Sans
 _POINTS = 160  # of a curve: more cannot be told apart
 _DASHES = (None, (7.0, 3.0), (2.0, 3.0))
+_TIME = dict(
+    zip(
+        ("matmul", "attention", "norm", "dropout", "activation", "embedding", "loss and head", "compiled", "copies",
+         "optimizer"),
+        PARTS,
+        strict=True,
+    )
+) | {"data": "ink", "other": "same", "loop": "line", "idle": "line"}  # fmt: skip
+# Kinds of memory, in the pictures' order, and their colours.
+MEMORY = {"weights": "p0", "gradients": "p2", "optimizer": "p9", "activations": "p3"}
+_SMALL = 0.005  # of a bar: parts that are smaller in all bars are shown with `other`
 
 
 def charts(rows: Sequence[Row], runs: Sequence[Run]) -> dict[str, Drawing]:
@@ -30,7 +41,12 @@ def charts(rows: Sequence[Row], runs: Sequence[Run]) -> dict[str, Drawing]:
         if run.status == "ok" and run.result.get("losses"):
             by_recipe.setdefault(run.recipe, []).append(run.result)
     series = {names[row["recipe"]]: by_recipe[row["recipe"]] for row in rows if row["recipe"] in by_recipe}
-    found: dict[str, Drawing | None] = {"speedups": _bars(rows, names), "speed_memory": _speed_memory(rows, names)}
+    found: dict[str, Drawing | None] = {
+        "speedups": _bars(rows, names),
+        "speed_memory": _speed_memory(rows, names),
+        "step_time": _step_time(rows, names),
+        "memory": _memory(rows, names),
+    }
     for file, title, over, value in (
         ("loss_steps", "Loss over steps", "step", _losses),
         ("loss_seconds", "Loss over seconds", "seconds of training", _losses),
@@ -145,17 +161,107 @@ def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | No
     return drawing
 
 
+def shares(row: Row) -> dict[str, float]:
+    """Of a row's step, the share of each kind of work, in the pictures' order; empty where nobody has looked."""
+    seconds = row.get("step_profile") or {}
+    whole = sum(seconds.values())
+    return {kind: seconds[kind] / whole for kind in dict.fromkeys([*_TIME, *seconds]) if kind in seconds}
+
+
+def _step_time(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
+    """Bars as long as a sample takes, in the parts of a step."""
+    shown = [row for row in rows if shares(row) and row["samples_per_second"]]
+    if not shown:
+        return None
+    seen = {kind for row in shown for kind, share in shares(row).items() if share >= _SMALL} | {"other"}
+    bars = []
+    for row in shown:
+        parts: dict[str, float] = dict.fromkeys((kind for kind in _TIME if kind in seen), 0.0)
+        for kind, share in shares(row).items():
+            parts[kind if kind in parts else "other"] += share
+        hints = {kind: f"{kind} {share:.1%}" for kind, share in parts.items()}
+        known = ", ".join(
+            f"{name} {1e3 * s:.2g} ms a step" for name, s in (row.get("step_profile_other") or {}).items()
+        )
+        hints["other"] += f": {known}" if known else ""
+        each = 1e3 / row["samples_per_second"]
+        bars.append((names[row["recipe"]], [({k: s * each for k, s in parts.items()}, hints)], f"{each:.3g} ms"))
+    kinds = {kind: _TIME[kind] for kind in _TIME if any(bar[1][0][0].get(kind) for bar in bars)}
+    return _stacked("Where a step's time goes", bars, kinds, "ms a sample")
+
+
+def _memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
+    """For each recipe what was measured, and below it, thinner, what arithmetic had predicted."""
+    shown = [row for row in rows if row.get("memory")]
+    if not shown:
+        return None
+    bars = []
+    for row in shown:
+        both = []
+        for word, found in (("measured", row["memory"]), ("predicted", row.get("memory_predicted") or {})):
+            sizes = {kind: found.get(kind, 0) / 1e6 for kind in MEMORY}
+            if found:
+                both.append((sizes, {kind: f"{kind} {size:,.1f} MB, {word}" for kind, size in sizes.items()}))
+        total = sum(both[0][0].values())
+        bars.append((names[row["recipe"]], both, f"{total:,.0f} MB"))
+    return _stacked("Memory by kind", bars, MEMORY, "MB")
+
+
+Bar = tuple[str, list[tuple[dict[str, float], dict[str, str]]], str]
+
+
+def _stacked(title: str, bars: Sequence[Bar], colours: Mapping[str, str], unit: str) -> Drawing:
+    """Horizontal bars of parts: name, one bar or two (the second one thinner), and the sum in words."""
+    places, lines = _legend_places(colours)
+    top, step = 12 + 18 * lines, 26
+    drawing = Drawing(title, height=top + step * len(bars) + 40)
+    for (kind, colour), (x, line) in zip(colours.items(), places, strict=True):
+        drawing.box(x + 4, 3 + 18 * line, 12, 12, colour)
+        drawing.text(x + 20, 14 + 18 * line, kind, size=12)
+    left = min(170.0, 14 + _LETTER * max(len(name) for name, *_ in bars))
+    right = 452 - _LETTER * max(len(words) for *_, words in bars)
+    longest = max(sum(parts.values()) for _, both, _ in bars for parts, _ in both)
+    scale, bottom = (right - left) / longest, top + step * len(bars) + 2
+    for tick in ticks(0, longest, 4):
+        drawing.line([(left + tick * scale, top), (left + tick * scale, bottom)], "line")
+        drawing.text(left + tick * scale, bottom + 15, _number(tick), "soft", "middle", 12)
+    drawing.text((left + right) / 2, bottom + 32, unit, "soft", "middle", 12)
+    for n, (name, both, words) in enumerate(bars):
+        y = top + step * n + 4
+        drawing.text(left - 8, y + 14, _cut(name, left - 14), anchor="end", size=12)
+        end = left
+        for (parts, hints), (above, height) in zip(
+            both, ((3, 14),) if len(both) == 1 else ((0, 12), (14, 5)), strict=True
+        ):
+            x = left
+            for kind, size in parts.items():
+                width = size * scale
+                # A gap of half a unit keeps neighbours apart for those who see no difference in their colours.
+                if width > 0.2:
+                    drawing.box(x, y + above, max(width - 0.5, 0.2), height, colours[kind], f"{name}: {hints[kind]}")
+                x += width
+            end = max(end, x)
+        drawing.text(end + 6, y + 14, words, size=12)
+    return drawing
+
+
+def _legend_places(names: Iterable[str], mark: float = 26.0) -> tuple[list[tuple[float, int]], int]:
+    """Where each name of a legend goes, as (x, line), and how many lines there are."""
+    places, at, line = [], 0.0, 0
+    for name in names:
+        width = mark + _LETTER * len(name)
+        if at and at + width > 446:
+            at, line = 0.0, line + 1
+        places.append((at, line))
+        at += width
+    return places, line + 1
+
+
 def _lines(title: str, over: str, curves: Mapping[str, Curve]) -> Drawing | None:
     if not curves:
         return None
-    legend, at, line = [], 0.0, 0
-    for name in curves:
-        width = 34 + _LETTER * len(name)
-        if at and at + width > 446:
-            at, line = 0.0, line + 1
-        legend.append((at, line))
-        at += width
-    top = 16 + 18 * (line + 1)
+    legend, lines = _legend_places(curves, 34.0)
+    top = 16 + 18 * lines
     drawing = Drawing(title, height=top + 262)
     everything = [point for curve in curves.values() for point in curve]
     x, y = _axes(drawing, everything, over, "", right=448, top=top, bottom=top + 215, margin=0.0)

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 
-__all__ = ["SERIES", "Drawing", "ticks"]
+__all__ = ["PARTS", "SERIES", "Drawing", "ticks"]
 
 # Okabe and Ito's colours, which the colour-blind tell apart; their yellow is left out, too pale on white.
 SERIES = ("c0", "c1", "c2", "c3", "c4", "c5")
+# Tol's muted colours, and one of Okabe and Ito's: for bars of many parts, which lie in the order of their legend.
+PARTS = ("p0", "p1", "p2", "p3", "p4", "p5", "p6", "p7", "p8", "p9")
 _COLOURS = {
     "ink": "#1b1f24",
     "soft": "#59636e",
@@ -31,6 +33,16 @@ _COLOURS = {
     "c3": "#cc79a7",
     "c4": "#e69f00",
     "c5": "#56b4e9",
+    "p0": "#332288",
+    "p1": "#cc6677",
+    "p2": "#44aa99",
+    "p3": "#ddcc77",
+    "p4": "#117733",
+    "p5": "#88ccee",
+    "p6": "#882255",
+    "p7": "#e69f00",
+    "p8": "#999933",
+    "p9": "#aa4499",
 }
 _FONT = "system-ui, 'DejaVu Sans', sans-serif"
 _SCALE = 2  # PNG pixels to a unit of the drawing

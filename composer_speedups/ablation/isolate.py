@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from composer_speedups.ablation.presence import Presence
 from composer_speedups.ablation.worker import MESSAGE_LIMIT
 
 __all__ = ["Isolation", "Outcome"]
@@ -40,13 +41,14 @@ _TICK = 0.2  # seconds between looks at the clock
 
 @dataclass
 class Outcome:
-    """How a run ended. `value` is what the entry returned, or None."""
+    """How a run ended. `value` is what the entry returned, or None; `overlapped`: another run went on meanwhile."""
 
     status: str
     reason: str
     value: Any
     log: str
     seconds: float
+    overlapped: bool = False
 
 
 class Isolation:
@@ -143,13 +145,19 @@ class Isolation:
         if len(message) > MESSAGE_LIMIT:
             raise ValueError(f"a run's description of {len(message)} bytes is over {MESSAGE_LIMIT}")
         events, theirs = os.pipe()
+
+        def watched() -> None:
+            presence.look()
+            if tick is not None:
+                tick()
+
         try:
-            with tempfile.TemporaryFile() as log:
+            with Presence() as presence, tempfile.TemporaryFile() as log:
                 try:
-                    pid = self._launch(message, theirs, log.fileno(), tick)
+                    pid = self._launch(message, theirs, log.fileno(), watched)
                 finally:
                     os.close(theirs)
-                watch = _Watch(pid, events, self._connection(), report, tick)
+                watch = _Watch(pid, events, self._connection(), report, watched)
                 try:
                     outcome = watch.wait(timeout)
                 except BaseException:
@@ -162,6 +170,7 @@ class Isolation:
                 self.close()
         if not watch.exited:  # the server itself died: the next run gets a new one
             self.close()
+        outcome.overlapped = presence.overlapped
         return outcome
 
     def _launch(self, message: bytes, events: int, log: int, tick: Callable[[], None] | None) -> int:

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.ablation.charts import MEMORY, shares
 from composer_speedups.ablation.drawing import Drawing
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.tables import COLUMNS, cell, marked_names, notes, short_names
@@ -24,6 +25,10 @@ _CAPTIONS = {
     "speedups": "Blue is shown to be faster, orange slower, grey neither. Lines are "
     f"{CONFIDENCE * 100:.0f} % intervals over the seeds; diamonds are the source's figures on its own hardware.",
     "speed_memory": "Up and left is better. The dashed line joins the recipes that no other one beats in both.",
+    "step_time": "Of a few profiled steps after the measured ones; a bar is as long as a sample takes in the table. "
+    "The backward pass counts with what caused it. Copies are copies, casts and views; the loop is Python and waiting.",
+    "memory": "Thick bars were measured in a step, thin ones predicted without running anything. Each kind at its "
+    "most: gradients come as activations go. What Python, PyTorch and CUDA need comes on top.",
     "loss_steps": "Medians over the seeds. What learns as well a step lies on one line.",
     "loss_seconds": "Medians over the seeds, compiling included: what the user waits for.",
     "throughput_steps": "Warm-up and compiling are the slow first steps; they are not counted in the table's speeds.",
@@ -124,9 +129,18 @@ def _evidence(rows: Sequence[Row]) -> str:
             continue
         facts = dict(row["evidence"])
         idle = row.get("no_effect") or []
-        parts = [f"{key}{': CHANGED NOTHING' if key in idle else ''}" for key in facts]
-        summary = f"<summary><b>{escape(name)}</b> {escape(', '.join(parts) or 'no speed-up')}</summary>"
-        items = {key: ", ".join(f"{k} {v}" for k, v in value.items()) for key, value in facts.items()}
+        marked = [f"{key}{': CHANGED NOTHING' if key in idle else ''}" for key in facts]
+        summary = f"<summary><b>{escape(name)}</b> {escape(', '.join(marked) or 'no speed-up')}</summary>"
+        items: dict[str, str] = {key: ", ".join(f"{k} {v}" for k, v in value.items()) for key, value in facts.items()}
+        if parts := shares(row):
+            items["time of a step"] = ", ".join(f"{kind} {share:.1%}" for kind, share in parts.items())
+        if sizes := row.get("memory"):
+            predicted = row.get("memory_predicted") or {}
+            items["memory"] = ", ".join(
+                f"{kind} {sizes[kind] / 1e6:,.1f} MB"
+                + (f" (predicted {predicted[kind] / 1e6:,.1f})" if predicted else "")
+                for kind in MEMORY
+            )
         if row["kernels"]:
             items["kernels that ran"] = ", ".join(row["kernels"])
         if row["warnings"]:

@@ -24,6 +24,8 @@ _MEDIANS = (
     "eval_accuracy",
     "padding_share",
 )
+# What one run of each recipe is enough for.
+_LOOKED_AT_ONCE = ("step_profile", "step_profile_other", "memory", "memory_predicted")
 _NOT_RUN = "not run yet"
 
 
@@ -106,6 +108,8 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "evidence": first.get("evidence") or {},
         "no_effect": _no_effect(results),
         "pretrained": first.get("pretrained"),
+        **{key: next((r[key] for r in results if r.get(key)), {}) for key in _LOOKED_AT_ONCE},
+        "overlapped": sorted(run.seed for run in good.values() if run.result.get("overlapped")),
         "warnings": sorted({w for result in results for w in result.get("warnings") or []}),
         "published": recipe.get("published"),
         "runs": [

@@ -262,6 +262,8 @@ class _Study:
             self.store.finish(run, "interrupted", "stopped by the user", None, "")
             raise
         status, reason = _judged(outcome)
+        if isinstance(outcome.value, dict):
+            outcome.value["overlapped"] = outcome.overlapped
         self.store.finish(run, status, reason, outcome.value, outcome.log)
         display.finished(run, status, reason, outcome)
         if status == "skipped":  # what this machine lacks, it lacks for every seed

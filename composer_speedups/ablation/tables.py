@@ -85,6 +85,9 @@ def sentence(rows: Sequence[Row]) -> str:
     if not measured:
         return "No verdict: only the baseline has been measured."
     names = dict(zip((row["recipe"] for row in rows), short_names([row["recipe"] for row in rows]), strict=True))
+    left_out = _left_out(rows, base)
+    if left_out:
+        return _without(names[base["recipe"]], [(left_out[r["recipe"]], r) for r in measured])
     if all(row["speed_verdict"] == "not judged" for row in measured):
         best = max(measured, key=lambda row: row["speedup"])
         return (
@@ -107,6 +110,50 @@ def sentence(rows: Sequence[Row]) -> str:
             f"{best['quality_verdict'].replace('unstable', 'it is unstable')}: {best['quality_note']}."
         )
     return "No recipe was shown to be faster than the baseline."
+
+
+_WITHOUT = ".without_"
+
+
+def _left_out(rows: Sequence[Row], base: Row) -> dict[str, str]:
+    """What each row leaves out of the baseline, if that is what the study is about; else empty."""
+    others = [row["recipe"] for row in rows if row is not base]
+    start = base["recipe"] + _WITHOUT
+    return {name: name.removeprefix(start) for name in others} if all(n.startswith(start) for n in others) else {}
+
+
+def _without(full: str, measured: Sequence[tuple[str, Row]]) -> str:
+    """The verdict on a recipe from which one speed-up after the other was taken away."""
+    ordered = sorted(measured, key=lambda item: item[1]["speedup"])
+    first, worst = ordered[0]
+    if all(row["speed_verdict"] == "not judged" for _, row in ordered):
+        return (
+            f"Too few seeds to judge: without {first}, {full} measured slowest, at {worst['speedup']:.2f} of its full "
+            f"speed; run 3 seeds or more (--seeds 3) to tell what is real."
+        )
+    by_verdict: dict[str, list[tuple[str, Row]]] = {}
+    for key, row in ordered:
+        by_verdict.setdefault(row["speed_verdict"], []).append((key, row))
+    out = []
+    if slower := by_verdict.get("slower"):
+        (key, row), *rest = slower
+        low, high = row["speedup_interval"]
+        out.append(
+            f"{key} matters most in {full}: taken away, it leaves {row['speedup']:.2f} of the speed "
+            f"({CONFIDENCE * 100:.0f} % interval {low:.2f} to {high:.2f}), so it brings a factor of "
+            f"{1 / row['speedup']:.2f} on top of the others."
+        )
+        if rest:
+            factors = ", ".join(f"{key} {1 / row['speedup']:.2f}" for key, row in rest)
+            out.append(f"Then come {factors}." if len(rest) > 1 else f"Then comes {factors}.")
+    else:
+        out.append(f"No speed-up of {full} was shown to matter when it alone is taken away.")
+    if faster := by_verdict.get("faster"):
+        words = ", ".join(f"{key} ({row['speedup']:.2f} times the speed)" for key, row in faster)
+        out.append(f"It is faster without {words}.")
+    if slower and (idle := by_verdict.get("no difference shown")):
+        out.append(f"Not shown to matter: {', '.join(key for key, _ in idle)}.")
+    return " ".join(out)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -146,6 +193,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
             lines.append(f"* {name}: {', '.join(row['no_effect'])} changed nothing, so this row does not show it")
         if row.get("compile_seconds") and row["seeds"]:
             lines.append(_break_even(row, name))
+    if shared := [(name, row["overlapped"]) for row, name in zip(rows, names, strict=True) if row.get("overlapped")]:
+        which = "; ".join(f"{name} seed{'s' * (len(s) > 1)} {', '.join(map(str, s))}" for name, s in shared)
+        count = sum(len(seeds) for _, seeds in shared)
+        lines.append(
+            f"{count} run{'s' * (count > 1)} overlapped with another measured run on this machine, and each slowed the "
+            f"other down: {which}. Such speeds are not the recipe's own; measure them again, into another --out"
+        )
     if any(row["speed_verdict"] == "not judged" and row["seeds"] for row in rows):
         lines.append("Stable ?, speed not judged: one seed tells nothing about the spread; run 3 or more (--seeds 3)")
     return lines

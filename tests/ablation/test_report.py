@@ -16,15 +16,16 @@ import fakes
 import pytest
 from rich.console import Console
 
-from composer_speedups.ablation.charts import charts
+from composer_speedups.ablation.charts import charts, shares
 from composer_speedups.ablation.compare import compare, differences
 from composer_speedups.ablation.output import Findings, write_all
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.store import Store
-from composer_speedups.ablation.tables import latex_table, notes
+from composer_speedups.ablation.tables import latex_table, notes, sentence
 from composer_speedups.ablation.terminal import terminal_table
 
 HOSTILE = "set/</script><img src=x onerror=alert(1)>&@TABLE@"
+SEEN = ("base", "fast", "slow", "compiled", "forget")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -102,7 +103,7 @@ def test_the_page_in_a_browser(study: tuple[Path, Findings], tmp_path: Path):
     assert answer["before"] == [row["recipe"] for row in found.rows], "every row, in order"
     assert answer["falling"][:2] == ["set/compiled", "set/fast"] and answer["falling"][-1] == "set/none"
     assert answer["rising"][0] == "set/slow" and answer["rising"][-1] == "set/none", "no number goes last both ways"
-    assert answer["drawings"] == 6
+    assert answer["drawings"] == 8
     assert answer["verdict"] == found.sentence
     assert answer["wide"] <= 1280
 
@@ -151,6 +152,78 @@ def test_pictures_are_files_of_both_kinds(study: tuple[Path, Findings]):
         assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 2000
     bars = (folder / "plots" / "speedups.svg").read_text()
     assert bars.count("<rect") == 1 + 6 and "published: 1.4x" in bars and "no namespace" not in bars
+
+
+def test_where_time_and_memory_go(study: tuple[Path, Findings]):
+    folder, found = study
+    row = found.rows[1]
+    assert row["recipe"] == "set/fast" and sum(shares(row).values()) == pytest.approx(1)
+    picture = (folder / "plots" / "step_time.svg").read_text()
+    # A bar is as long as a sample takes: 1 / 151.5 s; what no rule knows is told by its name.
+    assert "6.6 ms" in picture and "set/fast: matmul 40.0%" in picture
+    assert "other 10.0%: mine::stencil 8 ms a step" in picture
+    boxes = [float(width) for width in re.findall(r'width="([\d.]+)"[^>]*><title>set/fast: ', picture)]
+    slow = [float(width) for width in re.findall(r'width="([\d.]+)"[^>]*><title>set/slow: ', picture)]
+    assert sum(slow) / sum(boxes) == pytest.approx(151.5 / 80.8, rel=0.05)
+    memory = (folder / "plots" / "memory.svg").read_text()
+    assert "activations 90.0 MB, measured" in memory and "activations 91.0 MB, predicted" in memory
+    assert ">170 MB<" in memory
+    page = (folder / "report.html").read_text()
+    assert "matmul 40.0%, attention 20.0%" in page and "activations 90.0 MB (predicted 91.0)" in page
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    assert rows[0]["step_profile"]["loop"] == 0.02 and rows[0]["memory_predicted"]["peak"] == 150_000_000
+
+
+def test_small_parts_go_with_other():
+    row = {"recipe": "a", "samples_per_second": 10.0, "step_profile": {"matmul": 0.996, "data": 0.004},
+           "step_profile_other": {}, "speedup": None, "peak_memory_bytes": None, "memory": {}}  # fmt: skip
+    picture = charts([row], [])["step_time"].svg()
+    assert "other 0.4%" in picture and "data" not in picture
+
+
+def test_no_pictures_of_what_nobody_looked_at(tmp_path: Path):
+    nothing = {"step_profile": {}, "memory": {}, "memory_predicted": {}}
+    found = make(tmp_path, **{name: nothing for name in (*SEEN, HOSTILE.removeprefix("set/"))})
+    assert not {"step_time", "memory"} & set(charts(found.rows, found.runs))
+
+
+def test_runs_that_overlapped_are_told(tmp_path: Path):
+    found = make(tmp_path, fast={"overlapped": True})
+    note = next(note for note in notes(found.rows) if "overlapped" in note)
+    assert note.startswith("3 runs overlapped with another") and "fast seeds 0, 1, 2." in note
+    assert "3 runs overlapped" in (tmp_path / "report.html").read_text()
+    assert "3 runs overlapped" in (tmp_path / "table.md").read_text()
+
+
+def judged(name: str, speedup: float, verdict: str, quality: str = "quality holds") -> dict[str, Any]:
+    return {"recipe": name, "seeds": [1, 2, 3], "speedup": speedup, "speed_verdict": verdict, "baseline": False,
+            "speedup_interval": [speedup - 0.02, speedup + 0.02], "quality_verdict": quality}  # fmt: skip
+
+
+FULL = {"recipe": "cpu/fastest", "seeds": [1, 2, 3], "speedup": 1.0, "speed_verdict": "baseline", "baseline": True}
+
+
+def test_the_verdict_of_leave_one_out():
+    rows = [
+        FULL,
+        judged("cpu/fastest.without_fused_adamw", 0.95, "slower"),
+        judged("cpu/fastest.without_unpadding", 0.5, "slower"),
+        judged("cpu/fastest.without_mixed_precision", 0.8, "slower"),
+        judged("cpu/fastest.without_low_precision_norm", 1.04, "faster"),
+        judged("cpu/fastest.without_fast_dropout", 1.0, "no difference shown"),
+    ]
+    assert sentence(rows) == (
+        "unpadding matters most in fastest: taken away, it leaves 0.50 of the speed (99 % interval 0.48 to 0.52), so "
+        "it brings a factor of 2.00 on top of the others. Then come mixed_precision 1.25, fused_adamw 1.05. "
+        "It is faster without low_precision_norm (1.04 times the speed). Not shown to matter: fast_dropout."
+    )
+    assert sentence(rows[:1] + rows[-1:]) == ("No speed-up of fastest was shown to matter when it alone is taken away.")
+    unjudged = [dict(row, speed_verdict="not judged") for row in rows[1:]]
+    assert sentence([FULL, *unjudged]).startswith(
+        "Too few seeds to judge: without unpadding, fastest measured slowest, at 0.50 of its full speed;"
+    )
+    ordinary = judged("cpu/unpadding", 1.5, "faster")
+    assert sentence([*rows, ordinary]).startswith("unpadding is the fastest whose quality holds"), "no such study"
 
 
 def test_drift_and_the_baseline_again(study: tuple[Path, Findings]):

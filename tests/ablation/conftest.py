@@ -1,0 +1,12 @@
+"""Studies in tests see each other's runs only where a test asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPOSER_SPEEDUPS_PRESENCE", str(tmp_path / "presence"))
