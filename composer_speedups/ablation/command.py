@@ -53,6 +53,11 @@ def ablate(
         bool,
         typer.Option(help="After each recipe's first run, a few steps more to see where time and memory go."),
     ] = True,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="First find each row's own batch and learning rate; they go to OUT/recipes."),
+    ] = False,
+    tune_samples: Annotated[int, typer.Option(help="With --tune: samples to train for each row.")] = 4000,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would run, be skipped, and for how long; run nothing.")
     ] = False,
@@ -75,13 +80,18 @@ def ablate(
         chosen = _baseline(baseline, [r.name for r in recipes])
     folder = out if out is not None else Path("runs") / name
     stop_on_termination()
+    command = _command(what, seeds, out, baseline, plan, equal_batch, profile, tune_samples if tune else None)
+    if tune and dry_run:
+        console.print(f"Each row would be tuned first, with {tune_samples:,} samples; the plan shows them untuned.")
+    elif tune:
+        recipes, chosen = _tuned(recipes, chosen, folder, tune_samples, timeout, command, console)
     result = run_study(
         recipes,
         seeds=_seeds(recipes[0].seed, seeds),
         out=folder,
         name=name,
         baseline=chosen,
-        command=_command(what, seeds, out, baseline, plan, equal_batch, profile),
+        command=command,
         timeout=timeout * 60,
         retry=retry,
         console=console,
@@ -228,6 +238,27 @@ def _planned(
     return equal_batch(recipes, base) if equal else recipes, chosen
 
 
+def _tuned(
+    recipes: list[Recipe],
+    baseline: str,
+    folder: Path,
+    samples: int,
+    timeout: float,
+    command: str,
+    console: Console,
+) -> tuple[list[Recipe], str]:
+    """The rows with a batch and a learning rate of their own; what was tuned before is taken from its file."""
+    from composer_speedups.tuning import rows
+    from composer_speedups.tuning.tune import Settings
+
+    settings = Settings(samples=samples, timeout=timeout * 60)
+    found = rows.tune_rows(recipes, baseline, folder / "recipes", settings, command=command, console=console)
+    if found is None:
+        console.print("Stopped. The same command goes on from here.", style="yellow")
+        raise typer.Exit(130)
+    return found
+
+
 def _command(
     what: list[str],
     seeds: int,
@@ -236,6 +267,7 @@ def _command(
     plan: str | None = None,
     equal: bool = False,
     profile: bool = True,
+    tune: int | None = None,
 ) -> str:
     words: list[Any] = ["composer-speedups", "ablate", *what, "--seeds", seeds]
     words += ["--out", out] if out is not None else []
@@ -243,6 +275,7 @@ def _command(
     words += ["--plan", plan] if plan is not None else []
     words += ["--equal-batch"] if equal else []
     words += [] if profile else ["--no-profile"]
+    words += [] if tune is None else ["--tune", "--tune-samples", tune]
     return shlex.join(map(str, words))
 
 

@@ -72,6 +72,8 @@ def run_study(
     planned: bool = False,
     dry_run: bool = False,
     inspect: bool = True,
+    until: float | None = None,
+    isolation: Isolation | None = None,
 ) -> StudyResult:
     """Run every recipe with every seed, each in a fresh process, and write the results into `out`.
 
@@ -92,6 +94,9 @@ def run_study(
         planned: the recipes were put together by a plan; those that contradict themselves are skipped.
         dry_run: say what would run, what would be skipped and why, and how long it would take; run and write nothing.
         inspect: after the first run of each recipe, look where a step's time and the memory go.
+        until: a time of `time.monotonic`, after which no run starts; one that is not over by then is left for the next
+            call, and so is one that would not be.
+        isolation: what makes the processes, if the caller has one already.
 
     Raises:
         UserError: a recipe is wrong, or `out` cannot be used.
@@ -112,7 +117,7 @@ def run_study(
     resolved = [(recipe.name, recipe.to_dict()) for recipe in recipes]
     folder = Path(out)
     with (
-        Isolation(entries.train, entries.preload) as isolation,
+        nullcontext(isolation) if isolation else Isolation(entries.train, entries.preload) as isolation,
         _copied(folder) if dry_run else nullcontext(folder) as place,
         Store(place / "runs.sqlite") as store,
     ):
@@ -123,6 +128,7 @@ def run_study(
         if retry:
             store.retry()
         study = _Study(store, isolation, folder, dict(resolved), timeout, console, inspect)
+        study.until = until
         if study.left():
             study.look(entries.survey, recipes, planned)
             study.announce(name, seeds)
@@ -155,6 +161,7 @@ class _Study:
     ) -> None:
         self.store, self.isolation, self.folder, self.inspect = store, isolation, folder, inspect
         self.recipes, self.timeout, self.console = recipes, timeout, console
+        self.until: float | None = None
         self.environment: int | None = None
         self.facts: dict[str, Any] = {}
         self.expected: dict[str, float | None] = {}
@@ -229,7 +236,7 @@ class _Study:
     def work(self) -> None:
         """Take runs until none is left; write the outputs after each."""
         with Display(self.console, self.short) as display:
-            while True:
+            while not self._too_late():
                 run = self.store.claim(self.environment)
                 if run is None:
                     if not self.left():
@@ -240,6 +247,21 @@ class _Study:
                     continue
                 self._one(run, display)
                 write_all(self.store, self.folder, pictures=False)
+
+    def _time_limit(self) -> float | None:
+        """Seconds that the next run may take."""
+        left = None if self.until is None else max(0.0, self.until - time.monotonic())
+        return min((limit for limit in (self.timeout, left) if limit is not None), default=None)
+
+    def _too_late(self) -> bool:
+        """Whether the time is over, or too short for the next run, judged by how long its like took."""
+        if self.until is None:
+            return False
+        runs = self.store.runs()
+        waiting = [run for run in runs if run.status in ("pending", "interrupted")]
+        done = [run for run in runs if run.status in DONE]
+        alone = remaining_seconds([*done, waiting[0]], self.expected) if waiting and done else None
+        return time.monotonic() + (alone or 0.0) >= self.until
 
     def _one(self, run: Run, display: Display) -> None:
         runs = self.store.runs()
@@ -257,11 +279,14 @@ class _Study:
         looked = any(r.recipe == run.recipe and r.result.get("memory") for r in runs)
         payload = {"recipe": self.recipes[run.recipe], "seed": run.seed, "inspect": self.inspect and not looked}
         try:
-            outcome = self.isolation.run(payload, timeout=self.timeout, report=display.progress, tick=tick)
+            outcome = self.isolation.run(payload, timeout=self._time_limit(), report=display.progress, tick=tick)
         except BaseException:
             self.store.finish(run, "interrupted", "stopped by the user", None, "")
             raise
         status, reason = _judged(outcome)
+        if status == "timeout" and self.until is not None and time.monotonic() >= self.until:
+            self.store.finish(run, "interrupted", "the time for the study was over", None, "")
+            return
         if isinstance(outcome.value, dict):
             outcome.value["overlapped"] = outcome.overlapped
         self.store.finish(run, status, reason, outcome.value, outcome.log)

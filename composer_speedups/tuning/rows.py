@@ -1,0 +1,97 @@
+"""Tune every row of a study before it starts, so that each is shown at its own best batch and learning rate."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.ablation.study import Entries
+from composer_speedups.errors import RecipeError, SpeedUpUnavailable, UserError
+from composer_speedups.tuning.tune import ENTRIES, Settings, tune
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["tune_rows"]
+
+
+def tune_rows(
+    recipes: Sequence[Recipe],
+    baseline: str,
+    folder: Path,
+    settings: Settings,
+    *,
+    command: str = "",
+    console: Console | None = None,
+    entries: Entries = ENTRIES,
+) -> tuple[list[Recipe], str] | None:
+    """The recipes, tuned, and the name of the tuned baseline; None if it was stopped.
+
+    The tuned recipes are files in `folder`; those that are there already are not made again. What cannot run on this
+    machine, or fits in no batch, stays as it is: the study says why.
+    """
+    from composer_speedups.recipes import load_recipe, recipe_names
+
+    console = console or Console()
+    names = {recipe.name for recipe in recipes}
+    rows: list[Recipe] = []
+    chosen = baseline
+    with Isolation(entries.train, entries.preload) as isolation:
+        for number, recipe in enumerate(recipes, start=1):
+            path = folder / f"{recipe.name.replace('/', '.')}.yaml"
+            mark = f"of {_digest(recipe, settings)}"
+            name = f"{recipe.name}.tuned"
+            if name in names:
+                raise RecipeError(f"{name} is the name of a row already: give that recipe another name")
+            console.print(f"\n[bold]Tuning row {number} of {len(recipes)}[/]: {recipe.name}", highlight=False)
+            if path.exists():
+                if mark not in path.read_text(encoding="utf-8").partition("\n")[0]:
+                    raise UserError(
+                        f"{path} was tuned from another recipe, or with another budget. Remove it, or choose another "
+                        f"--out"
+                    )
+                console.print(f"{path} is there already", highlight=False, markup=False)
+            else:
+                shipped = recipe.name in recipe_names()
+                try:
+                    done = tune(
+                        recipe,
+                        out=path,
+                        base=load_recipe(recipe.name, check_arguments=False) if shipped else None,
+                        extends=recipe.name if shipped else None,
+                        settings=settings,
+                        command=f"{mark}, {command}" if command else mark,
+                        name=name,
+                        console=console,
+                        entries=entries,
+                        isolation=isolation,
+                    )
+                except SpeedUpUnavailable as error:
+                    console.print(f"not tuned: {error}", style="dim", highlight=False, markup=False)
+                    rows.append(recipe)
+                    continue
+                except UserError as error:
+                    if path.with_suffix(".trials.jsonl").exists() and "found to fit" in str(error):
+                        console.print(f"not tuned: {error}", style="yellow", highlight=False, markup=False)
+                        rows.append(recipe)
+                        continue
+                    raise
+                if done.recipe is None:
+                    return None
+            rows.append(load_recipe(path, check_arguments=False))
+            if recipe.name == baseline:
+                chosen = name
+    return rows, chosen
+
+
+def _digest(recipe: Recipe, settings: Settings) -> str:
+    """What a tuned recipe depends on, in twelve digits."""
+    content = json.dumps([recipe.to_dict(), asdict(settings)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
