@@ -25,7 +25,7 @@ def measure(payload: dict[str, Any], report: Callable[[Any], None]) -> Result:
     """Run `payload["contender"]` for `payload["steps"]` steps of `payload["recipe"]`; called in a fresh process."""
     recipe = Recipe.model_validate(payload["recipe"])
     torch.manual_seed(payload["seed"])
-    return CONTENDERS[payload["contender"]](recipe, payload["steps"], payload["seed"])
+    return CONTENDERS[payload["contender"]](recipe, payload["steps"], payload["seed"], **payload["arguments"])
 
 
 class _Clock:
@@ -131,8 +131,8 @@ class _Columns(torch.utils.data.Dataset):
         return self.dataset[index]
 
 
-def _huggingface_best(recipe: Recipe, steps: int, seed: int) -> Result:
-    """bf16, fused AdamW, dynamic padding with lengths grouped, SDPA."""
+def _huggingface_best(recipe: Recipe, steps: int, seed: int, torch_compile: bool = False) -> Result:
+    """bf16, fused AdamW, dynamic padding with lengths grouped, SDPA; compiled if asked for."""
     import dataclasses
 
     from transformers import TrainingArguments
@@ -140,7 +140,8 @@ def _huggingface_best(recipe: Recipe, steps: int, seed: int) -> Result:
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     # transformers 5 renamed the flag.
     group = {"group_by_length": True} if "group_by_length" in fields else {"train_sampling_strategy": "group_by_length"}
-    return _huggingface(recipe, steps, seed, bf16=True, optim="adamw_torch_fused", **group)
+    best = {"bf16": True, "optim": "adamw_torch_fused", "torch_compile": torch_compile, **group}
+    return _huggingface(recipe, steps, seed, **best)
 
 
 def _composer(recipe: Recipe, steps: int, seed: int, algorithms: tuple[Any, ...] = (), **settings: Any) -> Result:
@@ -236,14 +237,26 @@ def _forever(loader: Any, steps: int) -> Iterator[Any]:
                 return
 
 
-CONTENDERS: dict[str, Callable[[Recipe, int, int], Result]] = {
+def _composer_stock(recipe: Recipe, steps: int, seed: int) -> Result:
+    if torch.cuda.is_available():
+        return _composer(recipe, steps, seed, device="gpu", precision="amp_fp16")
+    return _composer(recipe, steps, seed, device="cpu", precision="fp32")
+
+
+def _composer_best(recipe: Recipe, steps: int, seed: int) -> Result:
+    """bf16 AMP (on a GPU: it refuses bf16 elsewhere), its own LowPrecisionLayerNorm, and its compile_config."""
+    from composer.algorithms import LowPrecisionLayerNorm
+
+    norms = (LowPrecisionLayerNorm(),)
+    return _composer(recipe, steps, seed, norms, device="gpu", precision="amp_bf16", compile_config={})
+
+
+CONTENDERS: dict[str, Callable[..., Result]] = {
     "ours": _ours,
     "huggingface": _huggingface,
     "huggingface_best": _huggingface_best,
-    "composer": lambda recipe, steps, seed: (
-        _composer(recipe, steps, seed, device="cpu", precision="fp32")
-        if not torch.cuda.is_available()
-        else _composer(recipe, steps, seed, device="gpu", precision="amp_fp16")
-    ),
+    "huggingface_amp": lambda recipe, steps, seed: _huggingface(recipe, steps, seed, fp16=True),
+    "composer": _composer_stock,
+    "composer_best": _composer_best,
     "bare_loop": _bare,
 }

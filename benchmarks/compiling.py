@@ -1,0 +1,66 @@
+"""What compiling costs: of the whole model and of the repeated block, with a cold cache and with a warm one.
+
+Twelve layers, as BERT-base has; each repetition begins with an empty cache folder, in which the warm runs then find
+what the cold ones left. The whole model's and the block's caches are kept apart.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Entry, Rows, interleaved, markdown, ratios, spread
+
+__all__ = ["run"]
+
+_LAYERS = 12
+
+
+def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> str:
+    """Measure into `folder`; return the table."""
+    rows: Rows = []
+    for repetition in range(repetitions):
+        with tempfile.TemporaryDirectory() as cache:
+            # Cold before warm, so not rotated.
+            done = interleaved(_entries(cache), folder, repetitions=1, batches=batches, deadline=deadline)
+        rows += [row | {"repetition": repetition} for row in done]
+    base = "whole model, cold"
+    body = [
+        (
+            name,
+            spread([s for row in rows if row["entry"] == name and (s := _compile_seconds(row))], ".1f"),
+            spread([s for row in rows if row["entry"] == name and (s := _first_step(row))], ".1f"),
+            spread(ratios(rows, name, base, _compile_seconds), unit="x"),
+            spread([s for row in rows if row["entry"] == name and (s := row["samples_per_second"])], ".1f"),
+        )
+        for name in _entries("")
+    ]
+    head = ("", "seconds compiling", "first step, seconds", f"against {base}", "samples/s afterwards")
+    heading = (
+        f"{repetitions} repetitions, each run in a fresh process; BERT of {_LAYERS} layers and the sizes of its "
+        "recipe; median [lowest, highest]; ratios of the seconds within each repetition."
+    )
+    return markdown(folder, heading, head, body)
+
+
+def _entries(cache: str) -> dict[str, Entry]:
+    def entry(scope: str) -> Entry:
+        compile = f"speedups.torch_compile={{scope: {scope}, cache_dir: '{cache}/{scope}'}}"
+        return Entry("ours", "cpu/bf16", (f"model.config.num_hidden_layers={_LAYERS}", "batch_size=8", compile))
+
+    return {
+        "not compiled": Entry("ours", "cpu/bf16", (f"model.config.num_hidden_layers={_LAYERS}", "batch_size=8")),
+        "whole model, cold": entry("model"),
+        "whole model, warm": entry("model"),
+        "block, cold": entry("block"),
+        "block, warm": entry("block"),
+    }
+
+
+def _compile_seconds(row: dict[str, Any]) -> float | None:
+    return row.get("compile_seconds") or None
+
+
+def _first_step(row: dict[str, Any]) -> float | None:
+    return row["seconds"][0] if row.get("seconds") else None

@@ -1,0 +1,80 @@
+"""How the cost of a step grows with the length of texts, the batch, the share of padding and the depth.
+
+Random tokens of stated lengths; one thing is varied at a time from the same middle. Each line compares the padded
+model with everything that pays (`fastest`): where removing padding has nothing to remove, only the rest is left.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Entry, Rows, interleaved, markdown, median, ratios, spread
+from composer_speedups.hardware import hardware
+
+__all__ = ["run"]
+
+# what is varied -> its values. Padding is the share of a batch's tokens if each text is padded to `length`.
+AXES = {
+    "length": (64, 128, 256, 512),
+    "batch": (8, 16, 32, 64),
+    "padding": (0.0, 0.2, 0.4, 0.6, 0.8),
+    "layers": (2, 4, 8, 12),
+}
+MIDDLE: dict[str, Any] = {"length": 256, "batch": 16, "padding": 0.4, "layers": 4}
+_RECIPES = {"cpu": ("cpu/bf16", "cpu/fastest"), "cuda": ("finetune/bf16", "finetune/fastest")}
+
+
+def points() -> list[dict[str, Any]]:
+    """What is measured: the middle, and each axis' other values."""
+    found = [MIDDLE]
+    for axis, values in AXES.items():
+        found += [MIDDLE | {axis: value} for value in values if value != MIDDLE[axis]]
+    return found
+
+
+def overrides(point: dict[str, Any]) -> tuple[str, ...]:
+    """The changes to a recipe that make it do what `point` says."""
+    mean = round(point["length"] * (1 - point["padding"]))
+    lengths = f", mean_length: {mean}, length_std: {max(1, round(min(mean, point['length'] - mean) / 3))}"
+    task = f"task={{name: dummy, max_length: {point['length']}{lengths if point['padding'] else ''}}}"
+    model = (f"model.config.num_hidden_layers={point['layers']}", "model.pretrained=false")
+    return (task, *model, "model.config.max_position_embeddings=512", f"batch_size={point['batch']}")
+
+
+def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> str:
+    """Measure into `folder`; return the table."""
+    plain, fast = _RECIPES[hardware()]
+    entries = {
+        f"{_name(point)}: {recipe}": Entry("ours", recipe, overrides(point))
+        for point in points()
+        for recipe in (plain, fast)
+    }
+    rows = interleaved(entries, folder, repetitions=repetitions, batches=batches, deadline=deadline)
+    body = []
+    for axis, values in AXES.items():
+        for value in values:
+            body.append((f"{axis} {value}", *_cells(rows, _name(MIDDLE | {axis: value}), plain, fast)))
+    heading = (
+        f"{repetitions} repetitions, interleaved, each run in a fresh process; two epochs of {batches} batches, the "
+        "second counts; medians [lowest, highest]. Where nothing else is said: "
+        + ", ".join(f"{axis} {value}" for axis, value in MIDDLE.items())
+        + ". Speeds count all samples; peak memory is the process's or the allocator's."
+    )
+    head = ("", f"{plain}, samples/s", f"{fast}, samples/s", "ratio", "peak memory, MB: padded", "fastest")
+    return markdown(folder, heading, head, body)
+
+
+def _cells(rows: Rows, name: str, plain: str, fast: str) -> tuple[str, ...]:
+    def shown(recipe: str, key: str, scale: float, form: str) -> str:
+        value = median(rows, f"{name}: {recipe}", lambda row: row.get(key))
+        return "" if value is None else f"{value / scale:{form}}"
+
+    against = ratios(rows, f"{name}: {fast}", f"{name}: {plain}", lambda row: row["samples_per_second"])
+    speeds = (shown(recipe, "samples_per_second", 1, ".1f") for recipe in (plain, fast))
+    memory = (shown(recipe, "peak_memory_bytes", 1e6, ".0f") for recipe in (plain, fast))
+    return (*speeds, spread(against, unit="x"), *memory)
+
+
+def _name(point: dict[str, Any]) -> str:
+    return ", ".join(f"{axis} {value}" for axis, value in point.items())

@@ -1,0 +1,272 @@
+"""Each kernel against what this device can do at most: the measured matmul peak and the measured copy bandwidth.
+
+Kernels that wait for memory are compared with the bytes that they must move at least: each input read once, each output
+written once. What else has the same purpose (PyTorch's own operation; Liger's LayerNorm and optimi's AdamW, where
+installed) is measured beside it, interleaved, in one process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import markdown, spread
+from composer_speedups.hardware import hardware, matmul_peak
+
+__all__ = ["run"]
+
+_SECONDS = 0.15  # spent on each kernel in each repetition, at least
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`call` does the work once and must move at least `bytes` or compute `flops`."""
+
+    group: str
+    name: str
+    call: Callable[[], Any]
+    bytes: int = 0
+    flops: int = 0
+
+
+def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> str:
+    """Measure into `folder`; return the table. `batches` scales the number of tokens on which the kernels work."""
+    import torch
+
+    device = torch.device(hardware())
+    torch.manual_seed(0)
+    tokens, width = batches * (8192 if device.type == "cuda" else 1024), 768 if device.type == "cuda" else 256
+    kernels = [
+        *_copies(device),
+        *_optimizers(device),
+        *_norms(device, tokens, width),
+        *_activations(device, tokens, width),
+    ]
+    kernels += [*_attention(device, width), *_losses(device, tokens)]
+    precisions = ("tf32", "bf16") if device.type == "cuda" else ("fp32", "bf16")
+    peaks = {precision: matmul_peak(device.type, precision) for precision in precisions}
+    seconds: dict[str, list[float]] = {kernel.name: [] for kernel in kernels}
+    for repetition in range(repetitions):
+        if deadline is not None and time.monotonic() > deadline and repetition:
+            break
+        for kernel in kernels[repetition % len(kernels) :] + kernels[: repetition % len(kernels)]:
+            taken = _seconds(kernel.call, device)
+            seconds[kernel.name].append(taken)
+            row = {"repetition": repetition, "group": kernel.group, "entry": kernel.name, "seconds": taken}
+            with (folder / "rows.jsonl").open("a") as file:
+                file.write(json.dumps(row | {"bytes": kernel.bytes, "flops": kernel.flops}) + "\n")
+    copy = next(kernel for kernel in kernels if kernel.group == "copy")
+    bandwidth = copy.bytes / statistics.median(seconds[copy.name])
+    done = len(seconds[copy.name])
+    body = [
+        (
+            kernel.name,
+            spread([s * 1e3 for s in seconds[kernel.name]], ".3f"),
+            _share(kernel, statistics.median(seconds[kernel.name]), bandwidth, peaks["bf16"]),
+        )
+        for kernel in kernels
+    ]
+    shown = ", ".join(f"{name} {peak / 1e12:.3g} TFLOP/s" for name, peak in peaks.items())
+    heading = (
+        f"Measured here: matmul peak {shown}; copy {bandwidth / 1e9:.3g} GB/s (read and written). {done} repetitions, "
+        f"interleaved; {tokens:,} tokens of width {width}; milliseconds, median [lowest, highest]; share of the copy "
+        "bandwidth for the bytes that must be moved, or of the bf16 matmul peak."
+    )
+    return markdown(folder, heading, ("", "ms", "share of the limit"), body)
+
+
+def _share(kernel: Kernel, seconds: float, bandwidth: float, peak: float) -> str:
+    if kernel.flops:
+        return f"{kernel.flops / seconds / peak:.0%} of matmul"
+    return f"{kernel.bytes / seconds / bandwidth:.0%} of copy"
+
+
+def _seconds(call: Callable[[], Any], device: Any) -> float:
+    """The median time of one call, over as many as fill `_SECONDS`."""
+    import torch
+
+    call()
+    call()
+    taken: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while len(taken) < 5 or time.perf_counter() < end:
+        if device.type == "cuda":
+            begin, done = (torch.cuda.Event(enable_timing=True) for _ in "bd")
+            begin.record()
+            call()
+            done.record()
+            done.synchronize()
+            taken.append(begin.elapsed_time(done) / 1e3)
+        else:
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _copies(device: Any) -> Iterator[Kernel]:
+    import torch
+
+    # Far larger than any cache.
+    source = torch.empty((1 << 30 if device.type == "cuda" else 1 << 28) // 4, device=device).fill_(1)
+    target = torch.empty_like(source)
+    yield Kernel("copy", "copy", lambda: target.copy_(source), bytes=2 * 4 * source.numel())
+
+
+def _optimizers(device: Any) -> Iterator[Kernel]:
+    """Steps over the weights of BERT-base (on a CPU: of 4 layers of width 256)."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    from composer_speedups import registry
+
+    small = {} if device.type == "cuda" else dict(num_hidden_layers=4, hidden_size=256, num_attention_heads=4)
+    shapes = [p.shape for p in BertModel(BertConfig(**small)).parameters()]
+
+    def make() -> torch.optim.Optimizer:
+        parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        return torch.optim.AdamW(parameters, lr=1e-4, foreach=False)
+
+    # Weights, gradients and two moments are read; weights and moments are written.
+    moved = 7 * 4 * sum(shape.numel() for shape in shapes)
+    less = (3 * 4 + 2 * 2 * 1) * sum(shape.numel() for shape in shapes)  # moments in 8 bits
+    yield Kernel("AdamW", "AdamW: for-loop", make().step, bytes=moved)
+    keys = ("foreach_adamw", "fused_adamw", "apex_fused_adamw", "bnb_adamw", "adamw_8bit")
+    for key in keys:
+        # On a CPU those of bitsandbytes save memory, not time.
+        if registry.build(key).unavailable(device) or (device.type == "cpu" and key not in keys[:2]):
+            continue
+        optimizer = make()
+        registry.function(key)(optimizer)
+        yield Kernel("AdamW", f"AdamW: {key}", optimizer.step, bytes=less if key == "adamw_8bit" else moved)
+    if device.type == "cuda" and importlib.util.find_spec("optimi"):
+        import optimi
+
+        parameters = [p for group in make().param_groups for p in group["params"]]
+        triton = optimi.AdamW(parameters, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, triton=True)
+        yield Kernel("AdamW", "AdamW: optimi, Triton", triton.step, bytes=moved)
+
+
+def _norms(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
+    """LayerNorm forward and backward, and BERT's dropout + residual + LayerNorm."""
+    import torch
+    import torch.nn.functional as F
+
+    from composer_speedups import apply_fast_dropout, apply_low_precision_norm
+    from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
+
+    # Two layers' worth of rows, so that nothing is found in a cache that would not be found in training.
+    x, residual, gradient = (torch.randn(tokens, width, device=device).bfloat16() for _ in "xrg")
+    x.requires_grad_()
+    residual.requires_grad_()
+    stock, low = torch.nn.LayerNorm(width).to(device), torch.nn.Sequential(torch.nn.LayerNorm(width)).to(device)
+    apply_low_precision_norm(low)
+
+    def both_ways(forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        def call() -> None:
+            with torch.autocast(device.type, torch.bfloat16):
+                out = forward()
+            out.backward(gradient.to(out.dtype))
+
+        return call
+
+    size = 2 * x.numel()
+    norm = 5 * size  # read x, write y; read x and dy, write dx
+    yield Kernel("LayerNorm", "LayerNorm: PyTorch in float32 (autocast)", both_ways(lambda: stock(x)), bytes=norm)
+    yield Kernel("LayerNorm", "LayerNorm: LowPrecisionNorm", both_ways(lambda: low(x)), bytes=norm)
+    if device.type == "cuda":
+        from composer_speedups.kernels.layer_norm import layer_norm
+
+        ours = both_ways(lambda: layer_norm(x, stock.weight, stock.bias, 1e-5))
+        yield Kernel("LayerNorm", "LayerNorm: FusedLayerNorm (Triton)", ours, bytes=norm)
+        if importlib.util.find_spec("liger_kernel"):
+            from liger_kernel.transformers import LigerLayerNorm
+
+            liger = LigerLayerNorm(width).to(device).bfloat16()
+            yield Kernel("LayerNorm", "LayerNorm: Liger", both_ways(lambda: liger(x)), bytes=norm)
+
+    fused = 8 * size  # read x and residual, write y; read both and dy, write dx and dresidual
+    dropout = torch.nn.Sequential(torch.nn.Dropout(0.1))
+    block = "dropout + residual + LayerNorm"
+    stock_block = both_ways(lambda: stock(dropout(x) + residual))
+    yield Kernel(block, f"{block}: PyTorch (autocast)", stock_block, bytes=fused)
+    low_dropout = torch.nn.Sequential(torch.nn.Dropout(0.1))
+    if device.type == "cpu":
+        apply_fast_dropout(low_dropout)
+    parts = "LowPrecisionNorm" + (" + FastDropout" if device.type == "cpu" else "")
+    yield Kernel(block, f"{block}: {parts}", both_ways(lambda: low(low_dropout(x) + residual)), bytes=fused)
+    weight, bias = stock.weight, stock.bias
+    one = both_ways(lambda: dropout_add_norm(x, residual, weight, bias, 0.1))
+    yield Kernel(block, f"{block}: FusedDropoutAddNorm", one, bytes=fused)
+    plain = both_ways(lambda: F.layer_norm(F.dropout(x, 0.1) + residual, (width,), weight.bfloat16(), bias.bfloat16()))
+    yield Kernel(block, f"{block}: PyTorch, all in bf16", plain, bytes=fused)
+
+
+def _activations(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
+    import torch
+    import torch.nn.functional as F
+
+    x, gradient = (torch.randn(tokens, 4 * width, device=device).bfloat16() for _ in "xg")
+    x.requires_grad_()
+    bias = torch.zeros(4 * width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    size = 2 * x.numel()
+    moved = 5 * size
+    yield Kernel("bias + GELU", "bias + GELU: PyTorch", lambda: F.gelu(x + bias).backward(gradient), bytes=moved)
+    if device.type == "cuda":
+        from composer_speedups.kernels.bias_gelu import bias_gelu
+
+        ours = Kernel("bias + GELU", "bias + GELU: FusedBiasGELU", lambda: bias_gelu(x, bias).backward(gradient), moved)
+        yield ours
+
+
+def _attention(device: Any, width: int) -> Iterator[Kernel]:
+    """64 texts (on a CPU 32) of 30 to 231 tokens, padded to 256 and packed; dropout 0.1."""
+    import torch
+    import torch.nn.functional as F
+
+    from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
+
+    heads, rows = width // 64, 64 if device.type == "cuda" else 32
+    lengths = torch.randint(30, 232, (rows,), generator=torch.Generator().manual_seed(1)).tolist()
+    total = sum(lengths)
+    packed = [torch.randn(total, heads, 64, device=device).bfloat16().requires_grad_() for _ in "qkv"]
+    padded = [torch.randn(rows, heads, 256, 64, device=device).bfloat16().requires_grad_() for _ in "qkv"]
+    mask = (torch.arange(256) < torch.tensor(lengths)[:, None])[:, None, None].to(device)
+    of = Lengths.of(lengths, device)
+    flops = 12 * heads * 64 * sum(n * n for n in lengths)  # forward two products, backward four
+
+    def ours() -> None:
+        out = varlen_attention(*packed, of, of, dropout_p=0.1)
+        out.backward(torch.ones_like(out))
+
+    def stock() -> None:
+        out = F.scaled_dot_product_attention(*padded, attn_mask=mask, dropout_p=0.1)
+        out.backward(torch.ones_like(out))
+
+    yield Kernel("attention", "attention: PyTorch's SDPA, padded to 256", stock, flops=flops)
+    yield Kernel("attention", "attention: variable length, packed", ours, flops=flops)
+
+
+def _losses(device: Any, tokens: int) -> Iterator[Kernel]:
+    import torch
+    import torch.nn.functional as F
+
+    if device.type != "cuda":
+        return
+    from composer_speedups.kernels.cross_entropy import cross_entropy
+
+    logits = torch.randn(tokens // 8, 30528, device=device).bfloat16().requires_grad_()
+    labels = torch.randint(0, 30528, (len(logits),), device=device)
+    moved = 3 * 2 * logits.numel()  # read twice, the gradient written
+    stock = lambda: F.cross_entropy(logits.float(), labels).backward()  # noqa: E731
+    yield Kernel("cross-entropy", "cross-entropy of 30,528: PyTorch in float32", stock, bytes=moved)
+    ours = lambda: cross_entropy(logits, labels).backward()  # noqa: E731
+    yield Kernel("cross-entropy", "cross-entropy of 30,528: FusedCrossEntropy", ours, bytes=moved)

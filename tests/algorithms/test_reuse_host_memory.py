@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from composer_speedups import ReuseHostMemory
+from composer_speedups.algorithms import reuse_host_memory
+
+# A step's worth: two tensors of 40 MiB, made, filled and freed. Faults of ten steps after three first ones.
+STEPS = """
+import resource, sys, torch
+if sys.argv[1] == "reuse":
+    from composer_speedups import apply_reuse_host_memory
+    assert apply_reuse_host_memory() == 3
+def step():
+    first = torch.ones(10 << 20)
+    second = first * 2
+    return float(second[-1])
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+assert {step() for _ in range(10)} == {2.0}
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(reuse_host_memory._why_not() is not None, reason="glibc's malloc is not in use here")
+def test_freed_pages_are_used_again() -> None:
+    plain, reused = faults("plain"), faults("reuse")
+    # 20 tensors of 40 MiB are 204,800 pages of 4 KiB (with huge pages fewer, of 2 MiB each).
+    assert plain >= 20 * 20, plain
+    assert reused < plain / 10, (plain, reused)
+
+
+def test_refused_where_it_has_no_effect(monkeypatch) -> None:
+    assert "remove it" in ReuseHostMemory().unavailable(torch.device("cuda"))
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libjemalloc.so.2")
+    assert "libjemalloc" in ReuseHostMemory().unavailable(torch.device("cpu"))
+    monkeypatch.delenv("LD_PRELOAD")
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert "jemalloc" in ReuseHostMemory().unavailable(torch.device("cpu"))
