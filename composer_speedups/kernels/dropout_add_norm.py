@@ -156,11 +156,7 @@ def native() -> ctypes.CDLL | None:
     library = load("dropout_add_norm")
     if library is None:
         return None
-    for name in _NAMES.values():
-        forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
-        draw = (_W, _W, ctypes.c_int32, _F)
-        forward.argtypes, forward.restype = (*[_P] * 7, _N, _N, *draw, _F, _I), None
-        backward.argtypes, backward.restype = (*[_P] * 10, _N, _N, _N, *draw, _I), None
+    _declare(library)
     x, residual, dy = torch.linspace(-4, 4, 3 * 37 * 3, dtype=torch.float32, device="cpu").sin().view(3, 3, 37)
     weight, bias, seeds = x[0] + 2, x[1], torch.tensor([5, 6], device="cpu")
     out = _native_forward(library, x, residual, weight, bias, seeds, 6554, 1e-5)
@@ -171,10 +167,19 @@ def native() -> ctypes.CDLL | None:
     return library if all(a.allclose(b, rtol=1e-4, atol=1e-4) for a, b in pairs) else None
 
 
+def _declare(library: ctypes.CDLL) -> None:
+    draw = (_W, _W, ctypes.c_int32, _F)
+    for name in _NAMES.values():
+        forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
+        forward.argtypes, forward.restype = (*[_P] * 7, _N, _N, *draw, _F, _I), None
+        backward.argtypes, backward.restype = (*[_P] * 10, _N, _N, _N, *draw, _I), None
+
+
 def _native_forward(library, x, residual, weight, bias, seeds, dropped: int, eps: float):
     x, residual, weight, bias = x.contiguous(), residual.contiguous(), _as_float(weight), _as_float(bias)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    y, (mean, rstd) = torch.empty_like(x), x.new_empty((2, rows), dtype=torch.float32)
+    y, mean = torch.empty_like(x), x.new_empty((rows,), dtype=torch.float32)
+    rstd = torch.empty_like(mean)  # by itself: an operator's results must not share memory
     pointers = (t.data_ptr() for t in (x, residual, weight, bias, y, mean, rstd))
     call = getattr(library, f"forward_{_NAMES[x.dtype]}")
     call(*pointers, rows, width, *_drawing(seeds, dropped), eps, torch.get_num_threads())

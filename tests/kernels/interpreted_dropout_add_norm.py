@@ -1,0 +1,127 @@
+"""The kernel through Triton's interpreter. `test_dropout_add_norm.py` runs this file with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from dropout_add_norm_check import EPS, case, check
+
+from composer_speedups.kernels import dropout_add_norm as module
+from composer_speedups.kernels import dropout_add_norm_triton as cuda
+from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
+from composer_speedups.kernels.fast_dropout import keep_by_torch
+from composer_speedups.kernels.layer_norm import DTYPES
+
+# Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def test_is_interpreted() -> None:
+    assert module._triton(torch.ones(1)) is cuda and cuda.interpreted()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("width", [1, 2, 31, 64, 769])
+def test_matches_float64(width: int, p: float, dtype: torch.dtype) -> None:
+    check(dropout_add_norm, case((7, 3, width), dtype), p, truncates=True)
+
+
+def test_the_widest_row() -> None:
+    check(dropout_add_norm, case((3, 8192), BF16), 0.1, truncates=True)
+
+
+@pytest.mark.parametrize("rows", [1, 33, 200])  # fewer rows than a block, one over, several loops
+def test_any_number_of_rows(rows: int) -> None:
+    check(dropout_add_norm, case((rows, 40), BF16), 0.1, truncates=True)
+
+
+def test_weight_and_bias_of_any_kind() -> None:
+    for weight, bias in ((BF16, BF16), (FP16, FP32)):
+        check(dropout_add_norm, case((9, 48), FP32, weight, bias), 0.1, truncates=True)
+
+
+def test_any_strides() -> None:
+    x, residual, weight, bias = case((6, 10, 32), FP32)
+    for view in (lambda t: t[:, ::2], lambda t: t.transpose(0, 1), lambda t: t[..., ::2], lambda t: t[0, 0]):
+        inputs = [view(t).detach().requires_grad_() for t in (x, residual)]
+        width = inputs[0].shape[-1]
+        check(dropout_add_norm, [*inputs, *(t[:width].detach().requires_grad_() for t in (weight, bias))], 0.3)
+
+
+def test_no_rows() -> None:
+    inputs = case((0, 3, 16), BF16)
+    dropout_add_norm(*inputs, 0.1).sum().backward()
+    assert inputs[0].grad.shape == (0, 3, 16) and not inputs[2].grad.any()
+
+
+@pytest.mark.parametrize("keys", [(0, 0), (2**32 - 1, 2**32 - 1), (0x9B1D33F7, 0x00C0FFEE)])
+@pytest.mark.parametrize("dropped", [1, 6554, 32768, 65535])
+def test_the_mask_is_that_of_fast_dropout(keys: tuple[int, int], dropped: int) -> None:
+    x, residual, weight, bias = (t.detach() for t in case((41, 33), FP32))
+    seeds = torch.tensor(keys)
+    _, mean, rstd = cuda.forward(x, residual, weight, bias, seeds, dropped, EPS)
+    dx, _, _ = cuda.backward(torch.randn_like(x), x, residual, weight, mean, rstd, seeds, dropped)
+    assert torch.equal(dx.flatten() != 0, keep_by_torch(x.numel(), keys, dropped))
+
+
+def test_repeats_bit_for_bit() -> None:
+    inputs, results = case((130, 24), BF16), []
+    for _ in range(2):
+        torch.manual_seed(2)
+        results.append(torch.autograd.grad(dropout_add_norm(*inputs, 0.1, EPS).float().square().sum(), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_compiles_without_a_graph_break() -> None:
+    compiled = torch.compile(dropout_add_norm, backend="aot_eager", fullgraph=True, dynamic=True)
+    check(compiled, case((5, 48), BF16), 0.25, truncates=True)
+    check(compiled, case((9, 48), BF16), 0.25, truncates=True)
+
+
+def test_operators_are_well_formed() -> None:
+    inputs, seeds = case((3, 16), FP32), torch.tensor([3, 4])
+    torch.library.opcheck(module._forward_op, (*inputs, seeds, 6554, EPS))
+    torch.library.opcheck(module._forward_op, (*inputs, None, 0, EPS))
+
+
+MUTANTS = {
+    "none": ("dw += dy * z_hat", "dw  += dy * z_hat"),
+    "bias dropped": ("rstd[:, None] * w + b", "rstd[:, None] * w"),
+    "weight dropped": ("rstd[:, None] * w + b", "rstd[:, None] + b"),
+    "eps ignored": ("normalise(z, mask, width, eps)", "normalise(z, mask, width, 1e-5)"),
+    "padding counted": ("normalise(z, mask, width, eps)", "normalise(z, mask | (z == 0.0), width, eps)"),
+    "scale forgotten": ("dropped), z * scale, 0.0)", "dropped), z, 0.0)"),
+    "scale forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "tl.where(keep, dz, 0.0)"),
+    "mask forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "(dz * scale)"),
+    "mask forgotten in backward's sum": ("z = tl.where(keep, z * scale, 0.0)", "z = z * scale"),
+    "same bits in every row": ("element = row[:, None] * width", "element = row[:, None] * 0"),
+    "halves swapped": ("(element & 1) == 0", "(element & 1) == 1"),
+    "lanes without sign": ("lane = lane ^ 0x8000", "lane = lane ^ 0"),
+    "dw without z_hat": ("dw += dy * z_hat", "dw += dy"),
+    "weight forgotten in dz": ("through_norm(dy * w,", "through_norm(dy,"),
+    "last program's sums lost": ("partial.sum(1)", "partial[:, :-1].sum(1)"),
+    "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("bias dropped", BF16)])
+def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
+    old, new = MUTANTS[name]
+    source = Path(cuda.__file__).read_text()
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
+    (tmp_path / "mutant.py").write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutant", tmp_path / "mutant.py")
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    monkeypatch.setattr(module, "_triton", lambda x: mutant)
+    inputs = case((200, 25), dtype)
+    if name == "none":
+        return check(dropout_add_norm, inputs, 0.3, truncates=True)
+    with pytest.raises(AssertionError):
+        check(dropout_add_norm, inputs, 0.3, truncates=True)

@@ -1,0 +1,368 @@
+"""Dropout + add + LayerNorm: the C kernel, PyTorch's meaning of it, and Triton's in the interpreter and compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from dropout_add_norm_check import EPS, case, check, kept
+from test_fast_dropout_kernel import check_bits
+from torch.utils.checkpoint import checkpoint
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from composer_speedups.kernels import dropout_add_norm as module
+from composer_speedups.kernels import dropout_add_norm_triton as cuda
+from composer_speedups.kernels import native as building
+from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
+from composer_speedups.kernels.layer_norm import DTYPES, tile_of
+
+HERE = Path(__file__).parent
+NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+BY = {"C": (FP32, BF16), "PyTorch": (FP32, BF16, FP16, FP64)}
+BOTH = [pytest.param(by, dtype, id=f"{by} {dtype}") for by, dtypes in BY.items() for dtype in dtypes]
+
+
+@pytest.fixture
+def by(request, monkeypatch) -> str:
+    if request.param == "PyTorch":
+        monkeypatch.setattr(module, "native", lambda: None)
+    elif module.native() is None:
+        pytest.skip("no C compiler on this machine")
+    return request.param
+
+
+# --- the CPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("by", "dtype"), BOTH, indirect=["by"])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.6])
+@pytest.mark.parametrize("width", [1, 2, 31, 64, 256, 769])  # odd widths: rows begin in the middle of a word of bits
+def test_matches_float64(by: str, dtype: torch.dtype, p: float, width: int) -> None:
+    check(dropout_add_norm, case((7, 9, width), dtype), p)
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+@pytest.mark.parametrize("rows", [1, 33, 2000])  # one chunk, several, the most
+def test_any_number_of_rows(by: str, rows: int) -> None:
+    check(dropout_add_norm, case((rows, 40), BF16), 0.1)
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_weight_and_bias_of_any_kind(by: str) -> None:
+    for weight, bias in ((BF16, BF16), (FP16, FP32)):
+        check(dropout_add_norm, case((9, 48), BF16, weight, bias), 0.1)
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_strides_do_not_change_the_mask(by: str) -> None:
+    x, residual, weight, bias = case((6, 10, 32), FP32)
+    for view in (
+        lambda t: t[:, ::2],
+        lambda t: t.transpose(0, 1),
+        lambda t: t[..., ::2],
+        lambda t: t[:1].expand(4, 10, 32),
+    ):
+        inputs = [view(t).detach().requires_grad_() for t in (x, residual)]
+        width = inputs[0].shape[-1]
+        check(dropout_add_norm, [*inputs, *(t[:width].detach().requires_grad_() for t in (weight, bias))], 0.3)
+    dropout_add_norm(x, residual, weight, bias, 0.3).sum().backward()  # sum sends an expanded gradient, strides 0
+    torch.testing.assert_close(bias.grad, torch.full((32,), 60.0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_no_rows(by: str) -> None:
+    inputs = case((0, 3, 16), BF16)
+    y = dropout_add_norm(*inputs, 0.1)
+    y.sum().backward()
+    assert y.shape == inputs[0].grad.shape == (0, 3, 16)
+    assert not inputs[2].grad.any() and not inputs[3].grad.any()
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_only_the_gradients_asked_for(by: str, p: float) -> None:
+    def run(inputs) -> torch.Tensor:
+        torch.manual_seed(1)
+        return dropout_add_norm(*inputs, p).square().sum()
+
+    for frozen in range(4):
+        inputs = case((4, 16), FP32)
+        full = torch.autograd.grad(run(inputs), inputs)
+        inputs[frozen].requires_grad_(False)
+        run(inputs).backward()
+        assert inputs[frozen].grad is None
+        assert all(i == frozen or torch.equal(t.grad, full[i]) for i, t in enumerate(inputs))
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_masks_are_independent_and_of_the_right_rate(by: str) -> None:
+    residual, dy = torch.randn(2, 1024, 256)
+    x, weight, bias = torch.ones(1024, 256), torch.ones(256), torch.zeros(256)
+
+    def keep(size: int, keys, dropped: int) -> torch.Tensor:
+        seeds = torch.tensor(keys)
+        _, mean, rstd = module._forward(x, residual, weight, bias, seeds, dropped, EPS)
+        dx, _, _ = module._backward(dy, x, residual, weight, mean, rstd, seeds, dropped)
+        assert size == dx.numel()
+        return dx.flatten() != 0
+
+    check_bits(keep)
+
+
+def test_expectation_is_the_input() -> None:
+    """Over many masks dropout(x) is x in the mean: with a residual that outweighs it, the norm is nearly linear."""
+    x, residual = torch.full((4096, 64), 1e-2), torch.randn(1, 64).expand(4096, 64) * 10
+    weight, bias = torch.ones(64), torch.zeros(64)
+    plain = dropout_add_norm(x, residual, weight, bias)
+    mean = dropout_add_norm(x, residual, weight, bias, 0.5).double().mean(0)
+    # Each term deviates by 1e-2 / 10 (x over the rows' deviation, of at least 7): 5 deviations of the mean of 4096.
+    assert (mean - plain[0]).abs().max() < 5 * 1e-2 / 7 / 4096**0.5 + 1e-6
+
+
+def test_threads_do_not_change_the_result() -> None:
+    inputs, before, results = case((3000, 65), BF16), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            torch.manual_seed(1)
+            y = dropout_add_norm(*inputs, 0.1)
+            results.append((y, *torch.autograd.grad(y.float().square().sum(), inputs)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_saves_no_mask_and_no_sum() -> None:
+    inputs, saved = case((64, 32), BF16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        dropout_add_norm(*inputs, 0.1)
+    large = [t for t in saved if t.numel() > 64]
+    assert [t.data_ptr() for t in large] == [t.data_ptr() for t in inputs[:2]]
+
+
+def test_machine_without_compiler_draws_the_same_masks() -> None:
+    code = (
+        "import torch; from composer_speedups.kernels.dropout_add_norm import *; torch.manual_seed(5);"
+        "x = torch.ones(9, 33, requires_grad=True); r = torch.linspace(0, 1, 33).expand(9, 33);"
+        "dropout_add_norm(x, r, torch.ones(33), torch.ones(33), 0.3)[:, :5].sum().backward();"
+        "print(native() is None, x.grad.flatten().nonzero().sum().item())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={"PATH": "", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    keep = kept(torch.ones(9, 33), 0.3, 5)
+    assert run.stdout.split() == ["True", str(keep.flatten().nonzero().sum().item())], run.stderr
+
+
+def test_gradient_checkpointing_draws_the_same_mask() -> None:
+    inputs, gradients = case((8, 16), FP32), []
+    for run in (dropout_add_norm, lambda *a: checkpoint(dropout_add_norm, *a, use_reentrant=False)):
+        torch.manual_seed(6)
+        gradients.append(torch.autograd.grad(run(*inputs, 0.5).square().sum(), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_calls_differ_and_the_seed_repeats_them() -> None:
+    inputs = case((64, 64), FP32)
+    torch.manual_seed(8)
+    a, b = (dropout_add_norm(*inputs, 0.5) for _ in "ab")
+    torch.manual_seed(8)
+    assert torch.equal(dropout_add_norm(*inputs, 0.5), a) and not torch.equal(a, b)
+    state = torch.get_rng_state()
+    dropout_add_norm(*inputs, 0.0)
+    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn where nothing is dropped"
+
+
+def test_compiles_without_a_graph_break() -> None:
+    compiled = torch.compile(dropout_add_norm, backend="aot_eager", fullgraph=True, dynamic=True)
+    check(compiled, case((5, 48), BF16), 0.25)
+    check(compiled, case((9, 48), BF16), 0.25)
+    check(compiled, case((2, 48), FP32), 0.0)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_operators_are_well_formed(by: str) -> None:
+    inputs, seeds = case((3, 16), FP32), torch.tensor([3, 4])
+    torch.library.opcheck(module._forward_op, (*inputs, seeds, 6554, EPS))
+    torch.library.opcheck(module._forward_op, (*inputs, None, 0, EPS))
+
+
+def test_shapes_without_numbers() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        inputs = case((4, 8), BF16)
+        y = dropout_add_norm(*inputs, 0.1)
+        y.sum().backward()
+    assert y.shape == (4, 8) and [t.grad.shape for t in inputs] == [t.shape for t in inputs]
+
+
+def test_non_finite_values_stay_in_their_row() -> None:
+    x, residual, weight, bias = (t.detach() for t in case((4, 16), FP32))
+    x[1, 3], residual[2, 0] = float("nan"), float("inf")
+    y = dropout_add_norm(x, residual, weight, bias)
+    assert y[[0, 3]].isfinite().all() and y[[1, 2]].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"p": 1.0}, "a probability below 1, not 1.0"),
+        ({"p": float("nan")}, "not nan"),
+        ({"x": torch.ones(2, 0)}, "must have rows"),
+        ({"residual": torch.ones(2, 5)}, r"residual must be as x.*not \(2, 5\)"),
+        ({"residual": torch.ones(2, 4, dtype=BF16)}, "not .* in torch.bfloat16"),
+        ({"weight": torch.ones(5)}, r"weight must have the shape \(4,\).*not \(5,\)"),
+        ({"bias": torch.ones(4, dtype=torch.int64)}, "bias is in torch.int64"),
+        ({"x": torch.ones(2, 4, device="meta"), "residual": torch.ones(2, 4, device="meta")}, "on meta, not"),
+    ],
+)
+def test_bad_input_is_named(change: dict, message: str) -> None:
+    inputs = {"x": torch.ones(2, 4), "residual": torch.ones(2, 4), "weight": torch.ones(4), "bias": torch.ones(4)}
+    with pytest.raises(ValueError, match=message):
+        dropout_add_norm(**(inputs | change))
+
+
+MUTANTS = {
+    "none": ("float m = mean[r]", "float  m = mean[r]"),
+    "bias dropped": ("* weight[i] + bias[i]);", "* weight[i] + 0 * bias[i]);"),
+    "eps ignored": ("/ (float)n + eps)", "/ (float)n + 1e-5f + 0 * eps)"),
+    "sample variance": ("squares / (float)n", "squares / (float)(n - 1)"),
+    "mean in low precision": ("float m = total / (float)n;", "float m = widen_uint16_t(narrow_uint16_t(total / n)); "),
+    "scale forgotten": ("widen_##TYPE(x[i]) * scale", "widen_##TYPE(x[i]) + 0 * scale"),
+    "scale forgotten in dx": ("h[i] * scale : 0.0f", "h[i] + 0 * scale : 0.0f"),
+    "mask forgotten in dx": ("lanes[i] >= least ? h[i]", "lanes[i] >= INT16_MIN ? h[i]"),
+    "mask of another row": ("(uint32_t)(first / 2)", "(uint32_t)(first)    "),
+    "odd rows shifted": ("lanes += odd;", "lanes += 0 * odd;"),
+    "rate off by a hundredth": ("lanes[i] >= least ? widen", "lanes[i] >= least + 655 ? widen"),
+    "residual forgotten": ("0.0f) + widen_##TYPE(residual[i])", "0.0f) + 0 * widen_##TYPE(residual[i])"),
+    "variance forgotten in dz": ("- h[i] * by_variance", "- 0 * by_variance"),
+    "mean forgotten in dz": ("- by_mean) * s;", "- 0 * by_mean) * s;"),
+    "weight forgotten in dz": ("(grown * weight[i]", "(grown"),
+    "rstd forgotten in dz": ("- by_mean) * s;", "- by_mean);"),
+    "dw without z_hat": ("dw[i] += grown * h[i];", "dw[i] += grown;"),
+    "rows skipped": ("r < rows * (c + 1) / chunks", "r + 1 < rows * (c + 1) / chunks"),
+}
+
+
+@pytest.mark.skipif(module.native() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("bias dropped", BF16)])
+def test_check_finds_planted_faults_in_c(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
+    old, new = MUTANTS[name]
+    source = Path(module.__file__).with_suffix(".c").read_text()
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
+    (tmp_path / "mutant.c").write_text(source.replace(old, new))
+    shutil.copy(Path(building.__file__).with_name("native.h"), tmp_path)
+    monkeypatch.setattr(building, "_folder", lambda: tmp_path)
+    library = ctypes.CDLL(str(building._build(tmp_path / "mutant.c", shutil.which("cc") or "gcc", ())))
+    module._declare(library)
+    monkeypatch.setattr(module, "native", lambda: library)
+    inputs = case((200, 25), dtype)
+    if name == "none":
+        return check(dropout_add_norm, inputs, 0.3)
+    with pytest.raises(AssertionError):
+        check(dropout_add_norm, inputs, 0.3)
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+
+def test_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", str(HERE / "interpreted_dropout_add_norm.py")]
+    run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert "skipped" not in run.stdout, run.stdout[-500:]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 769, 8192])
+@pytest.mark.parametrize("name", ["_forward_kernel", "_backward_kernel"])
+def test_compiles_for_a_gpu(
+    name: str, width: int, dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(cuda, name)
+    tile = tile_of(width, per_thread=16 if name == "_forward_kernel" else 8)
+    warps = tile.pop("num_warps")
+    constants = tile | {"DROP": True}
+
+    def kind(argument: str) -> str:
+        if argument in constants:
+            return "constexpr"
+        if argument in ("w_ptr", "b_ptr", "mean_ptr", "rstd_ptr", "dw_ptr", "db_ptr"):
+            return "*fp32"
+        if argument.endswith("_ptr"):
+            return "*i64" if argument == "seeds_ptr" else NAMES[dtype]
+        return "fp32" if argument in ("eps", "scale") else "i32"
+
+    source = ASTSource(kernel, {n: kind(n) for n in kernel.arg_names}, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    assert compiled.asm["cubin"][:4] == b"\x7fELF"
+    assert f".target sm_{capability}" in compiled.asm["ptx"]
+    assert ".local" not in compiled.asm["ptx"]  # no array that lives in memory instead of registers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("width", [1, 2, 31, 64, 768, 769, 4096, 8192])
+def test_matches_float64_on_the_gpu(width: int, p: float, dtype: torch.dtype) -> None:
+    check(dropout_add_norm, case((70, 9, width), dtype, device="cuda"), p)
+
+
+@pytest.mark.gpu
+def test_compiled_model_on_the_gpu() -> None:
+    compiled = torch.compile(dropout_add_norm, fullgraph=True, dynamic=True)
+    for rows in (64, 2000):
+        inputs = case((rows, 768), BF16, device="cuda")
+        check(compiled, inputs, 0.0)
+        y = compiled(*inputs, 0.1)  # Inductor has its own random numbers: the rate is what can be told
+        (dx,) = torch.autograd.grad(y.float().square().sum(), inputs[0])
+        assert abs((dx == 0).float().mean().item() - 0.1) < 5 * (0.09 / dx.numel()) ** 0.5 + 1e-3
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+def test_repeats_bit_for_bit_on_the_gpu() -> None:
+    inputs, results = case((5000, 768), BF16, device="cuda"), []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(torch.autograd.grad(dropout_add_norm(*inputs, 0.1).float().square().sum(), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_draw_new_masks() -> None:
+    inputs = [t.detach() for t in case((256, 64), BF16, device="cuda")]
+    dropout_add_norm(*inputs, 0.5)  # compiled before capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = dropout_add_norm(*inputs, 0.5)
+    results = []
+    for _ in range(2):
+        graph.replay()
+        results.append(y.clone())
+    assert not torch.equal(*results)
+
+
+@pytest.mark.gpu
+def test_waits_for_nothing_on_the_gpu() -> None:
+    inputs = case((256, 64), BF16, device="cuda")
+    dropout_add_norm(*inputs, 0.5).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        dropout_add_norm(*inputs, 0.5).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
