@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +19,10 @@ from composer_speedups import hardware, registry
 from composer_speedups.compilation import missing_tools
 from composer_speedups.errors import UserError
 
-__all__ = ["Diagnosis", "Finding", "capabilities", "examine", "sizes", "speedups"]
+if TYPE_CHECKING:
+    from composer_speedups.memory import Memory
+
+__all__ = ["Diagnosis", "Finding", "Need", "capabilities", "examine", "memory_need", "sizes", "speedups"]
 
 # Arguments of those speed-ups that have no defaults: each choice is a line of its own.
 _CHOICES: dict[str, list[dict[str, Any]]] = {
@@ -40,6 +44,27 @@ class Finding:
     name: str
     works: bool
     detail: str = ""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory that training would take, and whether it is there.
+
+    Attributes:
+        what: model, batch and recipe in words.
+        memory: bytes by kind.
+        free: bytes that are free on the device; None if nobody knows.
+        largest: the largest batch that would fit, where `free` is known.
+    """
+
+    what: str
+    memory: Memory
+    free: int | None
+    largest: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.free is None else self.memory.peak <= self.free
 
 
 @dataclass
@@ -72,6 +97,48 @@ def examine(model: str | None = None) -> Diagnosis:
         diagnosis.first[key] = arguments
         diagnosis.reasons.append(reason)
     return diagnosis
+
+
+def memory_need(
+    model: str | None = None, recipe: str | None = None, batch: int | None = None, length: int | None = None
+) -> Need:
+    """The memory by kind of a step, from shapes alone: nothing is downloaded but a configuration, nothing runs.
+
+    Args:
+        model: the folder of a Hugging Face model, or its name; None is the recipe's, or BERT-base.
+        recipe: name or path; None is a plain float32 classifier with a for-loop AdamW.
+        batch: samples a forward pass; None is the recipe's, or 32.
+        length: tokens a sample; None is the recipe's, or 256.
+
+    Raises:
+        UserError: recipe or model cannot be had.
+    """
+    from composer_speedups.memory import free_memory, largest_batch, predict
+    from composer_speedups.recipes import Recipe, load_recipe
+    from composer_speedups.tasks.models import known
+
+    name = model or "bert-base-uncased"
+    if recipe is not None:
+        changes = [f"model.name={json.dumps(model)}"] if model is not None else []
+        if batch is not None:
+            changes += [f"batch_size={batch}", "microbatch_size=null"]
+        if length is not None:
+            changes.append(f"task.max_length={length}")
+        chosen = load_recipe(recipe, changes)
+        name = chosen.model.name
+    else:
+        room = getattr(_config(name), "max_position_embeddings", None) or 512
+        # Sizes follow from the configuration: no weights are looked for.
+        size = {"name": name, "pretrained": False} if Path(name).exists() or known(name) else {"name": name}
+        task = {"name": "dummy", "max_length": length or min(256, room)}
+        chosen = Recipe.model_validate({"name": "plain", "task": task, "model": size, "batch_size": batch or 32})
+    device = torch.device(hardware.hardware())
+    found = predict(chosen, device=device)
+    rows = min(chosen.microbatch_size or chosen.batch_size, chosen.batch_size)
+    what = f"{name}, batch {rows} of {chosen.task.max_length} tokens, "
+    what += chosen.name if recipe is not None else "float32 with AdamW"
+    free = free_memory(device)
+    return Need(what, found, free, None if free is None else largest_batch(chosen, free))
 
 
 def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:

@@ -10,25 +10,37 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from composer_speedups.doctor import Finding
+    from composer_speedups.doctor import Finding, Need
 
 __all__ = ["DOCTOR_EXAMPLE", "doctor"]
 
-DOCTOR_EXAMPLE = "Example: composer-speedups doctor --model bert-base-uncased"
+DOCTOR_EXAMPLE = "Example: composer-speedups doctor --model bert-base-uncased --batch 64 --recipe finetune/bf16"
+
+_GIB = 2**30
 
 
 def doctor(
     model: Annotated[
         str | None, typer.Option(metavar="PATH|NAME", help="Also look at this model's sizes (Hugging Face).")
     ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Memory for so many samples a forward pass.", min=1, max=16384)
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="Memory for samples of so many tokens.", min=8, max=32768)] = None,
+    recipe: Annotated[str | None, typer.Option(metavar="NAME|PATH", help="Memory that this recipe needs.")] = None,
 ) -> None:
-    """Say what this machine supports, which sizes of a model miss its multiples, and what to switch on first."""
+    """Say what this machine supports, which sizes of a model miss its multiples, and what to switch on first.
+
+    With a model, a batch, a length or a recipe: also the memory by kind that training needs, before anything runs.
+    """
     from composer_speedups import hardware
     from composer_speedups.ablation.terminal import make_console
-    from composer_speedups.doctor import examine
+    from composer_speedups.doctor import examine, memory_need
 
     console = make_console()
     found = examine(model)
+    asked = any(option is not None for option in (model, batch, length, recipe))
+    need = memory_need(model, recipe, batch, length) if asked else None  # a mistake is told before anything else
     facts = found.environment
     console.print(f"On {hardware.summary(facts)}", markup=False, highlight=False)
     if facts.get("driver"):
@@ -40,6 +52,8 @@ def doctor(
     _section(console, "Speed-ups", found.speedups)
     if found.model:
         _section(console, f"Sizes of {model}", found.model)
+    if need is not None:
+        _memory(console, need)
     console.print("\n[bold]Switch on first[/] (in a recipe)")
     console.print("speedups:", highlight=False)
     width = max((len(f"  {key}: {_yaml(arguments)}") for key, arguments in found.first.items()), default=0)
@@ -62,6 +76,36 @@ def _section(console: Console, title: str, findings: Sequence[Finding]) -> None:
         table.add_row(escape(finding.name), mark, escape(finding.detail))
     console.print(f"\n[bold]{escape(title)}[/]")
     console.print(table)
+
+
+def _memory(console: Console, need: Need) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console.print(f"\n[bold]Memory[/] of {escape(need.what)}", highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(overflow="fold")
+    memory = need.memory
+    for name, size, text in (
+        ("weights", memory.weights, ""),
+        ("gradients", memory.gradients, "they come as activations go"),
+        ("optimizer", memory.optimizer, ""),
+        ("activations", memory.activations, "kept for the backward pass"),
+        ("temporary", memory.temporary, "in the fullest moment"),
+        ("at once", memory.peak, "the fullest moment, without Python, PyTorch and CUDA themselves"),
+    ):
+        table.add_row(name, f"{size / _GIB:,.2f} GiB", text)
+    if need.free is not None:
+        words = "fits" if need.fits else "does not fit"
+        words += f"; the largest batch that would: {need.largest}" if need.largest else "; not even one sample would"
+        table.add_row(
+            "free here", f"{need.free / _GIB:,.2f} GiB", f"{'[green]' if need.fits else '[yellow]'}{words}[/]"
+        )
+    console.print(table)
+    for note in memory.notes:
+        console.print(f"  {note}", style="dim", markup=False, highlight=False)
 
 
 def _yaml(arguments: dict[str, object]) -> str:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,17 @@ if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
     from composer_speedups.tasks import Task
 
-__all__ = ["KINDS", "MOST", "Memory", "SavedForBackward", "largest_batch", "optimizer_bytes", "predict", "tensor_bytes"]
+__all__ = [
+    "KINDS",
+    "MOST",
+    "Memory",
+    "SavedForBackward",
+    "free_memory",
+    "largest_batch",
+    "optimizer_bytes",
+    "predict",
+    "tensor_bytes",
+]
 
 log = logging.getLogger("composer_speedups")
 
@@ -157,6 +168,23 @@ def largest_batch(recipe: Recipe, free: int, *, length: int | None = None, step:
         else:
             too_large = guess
     return fits
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that a new process could take on `device` now; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:  # a container's own limit; pages of files count as used there, but are given up when needed
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(facts.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        pass
+    return free
 
 
 def optimizer_bytes(recipe: Recipe, model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> int:

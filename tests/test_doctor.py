@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import BertConfig
 
-from composer_speedups import registry
+from composer_speedups import memory, registry
 from composer_speedups.cli import main
-from composer_speedups.doctor import capabilities, examine, sizes
+from composer_speedups.doctor import capabilities, examine, memory_need, sizes
 
 
 def machine(capability: str | None = None, flags: tuple[str, ...] = (), kind: str = "x86_64") -> dict:
@@ -64,6 +64,50 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     assert "1001 -> 1024" in text and "fused_adamw" in text and "speedups:" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_memory_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    BertConfig(num_hidden_layers=1, hidden_size=256, num_attention_heads=4).save_pretrained(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path), "--batch", "16", "--length", "128"]) == 0
+    text = capsys.readouterr().out
+    need = memory_need(str(tmp_path), batch=16, length=128)
+    assert f"{tmp_path}, batch 16 of 128 tokens, float32 with AdamW" in text.replace("\n", "")
+    for name, size in need.memory.kinds().items():
+        line = next(line for line in text.splitlines() if line.startswith(name))
+        assert f"{size / 2**30:,.2f} GiB" in line
+    assert "fits; the largest batch that would: " in text and need.fits and need.largest >= 16
+
+
+def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    need = memory_need(recipe="demo/fp32")
+    monkeypatch.setattr(memory, "free_memory", lambda device: need.memory.peak - 1)
+    assert main(["doctor", "--recipe", "demo/fp32"]) == 0
+    text = capsys.readouterr().out
+    assert "bert-base-uncased, batch 32 of 64 tokens, demo/fp32" in text
+    assert "does not fit; the largest batch that would: 24" in text
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
+    assert not memory_need(recipe="demo/fp32", batch=2).fits
+    assert main(["doctor", "--recipe", "demo/fp32"]) == 0
+    assert "does not fit; not even one sample would" in capsys.readouterr().out
+
+
+def test_a_recipe_needs_less_with_its_speed_ups():
+    plain, packed = memory_need(recipe="cpu/fp32", batch=8).memory, memory_need(recipe="cpu/fastest", batch=8).memory
+    assert packed.activations < 0.5 * plain.activations
+
+
+def test_without_a_question_no_answer(capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor"]) == 0
+    assert "Memory of" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "option", [["--recipe", "demo/none"], ["--batch", "0"], ["--length", "99999"], ["--length", "999"]]
+)
+def test_a_mistake_is_one_line(option: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", *option]) == 2
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err and out == ""
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
