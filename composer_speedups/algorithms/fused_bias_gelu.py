@@ -40,6 +40,8 @@ from composer_speedups.surgery import hooked, mix_in, same_code
 
 __all__ = ["FusedBiasGELU", "apply_fused_bias_gelu"]
 
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter stands in for the GPU in the tests
+
 
 def apply_fused_bias_gelu(model: torch.nn.Module) -> int:
     """Let every intermediate layer with an exact GELU in `model` run bias and GELU as one kernel; return how many.
@@ -86,21 +88,12 @@ class FusedBiasGELU(SpeedUp):
 
 def _unavailable(device: torch.device | None = None) -> str | None:
     on_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
-    if not on_cuda and not _interpreted():
+    if not on_cuda and not _INTERPRETED:
         where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"
         return f"it needs a CUDA device, and {where}; PyTorch's GELU is as fast on a CPU: remove it"
     if importlib.util.find_spec("triton") is None:
         return "it needs the package triton, which is not installed; `pip install triton`"
     return None
-
-
-def _interpreted() -> bool:
-    """Triton's interpreter stands in for the GPU in the tests (`TRITON_INTERPRET=1`)."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
-        return False
-    from composer_speedups.kernels.bias_gelu import interpreted
-
-    return interpreted()
 
 
 def _pattern(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -132,7 +125,7 @@ class _FusedIntermediate:
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         dense, activation = self.dense, self.intermediate_act_fn
         heard = hooked(dense) or (isinstance(activation, torch.nn.Module) and hooked(activation))
-        ours = plain(hidden_states) and (hidden_states.is_cuda or _interpreted())
+        ours = plain(hidden_states) and (hidden_states.is_cuda or _INTERPRETED)
         if type(dense) is not torch.nn.Linear or heard or not ours:
             return super().forward(hidden_states)
         from composer_speedups.kernels.bias_gelu import bias_gelu, why_not

@@ -1,0 +1,155 @@
+"""The kernel through Triton's interpreter. `test_bias_gelu.py` runs this file with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from bias_gelu_check import case, check
+
+from composer_speedups.kernels import bias_gelu as module
+from composer_speedups.kernels.bias_gelu import bias_gelu, interpreted
+from composer_speedups.kernels.layer_norm import DTYPES
+
+# Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def test_is_interpreted() -> None:
+    assert interpreted()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 64, 300, 1024])  # less than a tile, one and a part, several
+def test_matches_float64(width: int, dtype: torch.dtype) -> None:
+    check(bias_gelu, case((7, 3, width), dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 33, 200])  # fewer rows than a block, one over, several loops
+def test_any_number_of_rows(rows: int) -> None:
+    check(bias_gelu, case((rows, 40), BF16))
+
+
+def test_bias_of_any_kind() -> None:
+    for bias in DTYPES:
+        check(bias_gelu, case((9, 48), BF16, bias))
+
+
+def test_any_strides() -> None:
+    x, bias = case((6, 10, 32), FP32)
+    for view in (x[:, ::2], x.transpose(0, 1), x[..., ::2], x[:1].expand(4, 10, 32), x[0, 0]):
+        check(bias_gelu, [view.detach().requires_grad_(), bias[: view.shape[-1]].detach().requires_grad_()])
+    bias_gelu(x, bias).sum().backward()  # sum sends an expanded gradient, strides 0
+    expected = module.reference_bias_gelu(x, bias)
+    torch.testing.assert_close(bias.grad, torch.autograd.grad(expected.sum(), bias)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows() -> None:
+    x, bias = case((0, 3, 16), BF16)
+    bias_gelu(x, bias).sum().backward()
+    assert x.grad.shape == (0, 3, 16) and torch.equal(bias.grad, torch.zeros(16))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, for 1e30 squared
+def test_far_tails_and_non_finite_values() -> None:
+    x = torch.tensor([[-1e30, -40.0, -15.0, 15.0, 1e30, float("inf"), float("nan")]])
+    y = bias_gelu(x, torch.zeros(7))[0]
+    assert torch.equal(y[3:6], x[0, 3:6]) and y[6].isnan()
+    # To -15 * Phi(-15) = 5.5e-50 and below: no number of float32.
+    assert torch.equal(y[:3], torch.zeros(3))
+
+
+def test_only_the_gradients_asked_for() -> None:
+    for frozen in range(2):
+        inputs = case((4, 16), FP32)
+        full = torch.autograd.grad(bias_gelu(*inputs).square().sum(), inputs)
+        inputs[frozen].requires_grad_(False)
+        bias_gelu(*inputs).square().sum().backward()
+        assert inputs[frozen].grad is None
+        assert torch.equal(inputs[1 - frozen].grad, full[1 - frozen])
+
+
+def test_saves_the_product_alone() -> None:
+    inputs, saved = case((64, 32), BF16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        bias_gelu(*inputs)
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in inputs]
+
+
+def test_repeats_bit_for_bit() -> None:
+    inputs = case((130, 24), BF16)
+    first, second = (torch.autograd.grad(bias_gelu(*inputs).float().square().sum(), inputs) for _ in "ab")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_shapes_without_numbers() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        inputs = case((4, 8), BF16)
+        bias_gelu(*inputs).sum().backward()
+    assert [t.grad.shape for t in inputs] == [t.shape for t in inputs]
+
+
+def test_compiles_without_a_graph_break() -> None:
+    compiled = torch.compile(bias_gelu, backend="aot_eager", fullgraph=True, dynamic=True)
+    check(compiled, case((5, 48), BF16))
+    check(compiled, case((9, 48), BF16))
+
+
+def test_operators_are_well_formed() -> None:
+    torch.library.opcheck(module._forward_op, tuple(case((3, 16), FP32)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(2, 4, dtype=torch.float64)}, "x is in torch.float64"),
+        ({"bias": torch.ones(4, dtype=torch.int64)}, "bias is in torch.int64"),
+        ({"bias": torch.ones(5)}, r"bias must have the shape \(4,\) on cpu, not \(5,\)"),
+        ({"x": torch.ones(2, 0)}, r"bias must have the shape \(0,\)"),
+        ({"bias": torch.ones(4, device="meta")}, "on meta"),
+    ],
+)
+def test_bad_input_is_named(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bias_gelu(**({"x": torch.ones(2, 4), "bias": torch.ones(4)} | change))
+
+
+MUTANTS = {
+    "none": ("total += dx", "total  += dx"),
+    "bias dropped in forward": ("other=0.0).to(tl.float32) + bias\n    below", "other=0.0).to(tl.float32)\n    below"),
+    "bias dropped in backward": ("other=0.0).to(tl.float32) + bias\n        dy", "other=0.0).to(tl.float32)\n        dy"),
+    "approximation by tanh": (
+        "return tl.where(h < 0.0, tail, 1.0 - tail), density",
+        "return 1.0 / (1.0 + tl.exp(-1.5957691216 * (h + 0.044715 * h * h * h))), density",
+    ),
+    "tails swapped": ("h < 0.0, tail, 1.0 - tail", "h > 0.0, tail, 1.0 - tail"),
+    "a coefficient off in the fifth digit": ("0.7107068705", "0.7107168705"),
+    "density forgotten": ("below + 0.3989422804 * h * density", "below"),
+    "density without h": ("0.3989422804 * h * density", "0.3989422804 * density"),
+    "last program's sums lost": ("return dx, partial.sum(0)", "return dx, partial[:-1].sum(0)"),
+    "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
+    "one column of tiles only": ("triton.cdiv(width, _COLS))", "width // _COLS)"),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("tails swapped", BF16)])
+def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    old, new = MUTANTS[name]
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(old, new).replace('"composer_speedups::', f'"mutant{abs(hash((old, new)))}::'))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    inputs = case((200, 300), dtype)
+    if name == "none":
+        return check(mutant.bias_gelu, inputs)
+    with pytest.raises(AssertionError):
+        check(mutant.bias_gelu, inputs)
