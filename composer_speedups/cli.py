@@ -18,6 +18,7 @@ import typer
 from composer_speedups.ablation import command as ablation
 from composer_speedups.doctor_command import DOCTOR_EXAMPLE, doctor
 from composer_speedups.errors import UserError
+from composer_speedups.recommend_command import RECOMMEND_EXAMPLE, recommend
 from composer_speedups.tune_command import TUNE_EXAMPLE, tune
 
 __all__ = ["app", "main"]
@@ -159,6 +160,7 @@ def train(
 app.command(epilog=ablation.ABLATE_EXAMPLE)(ablation.ablate)
 app.command(epilog=ablation.REPORT_EXAMPLE)(ablation.report)
 app.command(epilog=TUNE_EXAMPLE)(tune)
+app.command(epilog=RECOMMEND_EXAMPLE)(recommend)
 app.command(epilog=DOCTOR_EXAMPLE)(doctor)
 
 

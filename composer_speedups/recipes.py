@@ -36,6 +36,7 @@ __all__ = [
     "load_recipe",
     "load_recipes",
     "load_suite",
+    "make_recipe",
     "recipe_names",
     "suite_names",
 ]
@@ -144,6 +145,19 @@ def load_recipes(
     library = _Library()
     items = [library.load(*library.find(name)) for name in names_or_paths]
     return _finish(items, overrides, check_arguments)
+
+
+def make_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe that no file holds, from plain values, as the command line gives them; checked as one from a file.
+
+    >>> make_recipe({"task": {"name": "dummy"}}, ["batch_size=8"]).batch_size
+    8
+    """
+
+    def item(value: Any) -> Item:
+        return Item({k: item(v) for k, v in value.items()} if isinstance(value, dict) else value, Where("command line"))
+
+    return _finish([normalised(item(values))], overrides, check_arguments=False)[0]
 
 
 def load_suite(

@@ -74,6 +74,7 @@ def run_study(
     inspect: bool = True,
     until: float | None = None,
     isolation: Isolation | None = None,
+    expected: float | None = None,
 ) -> StudyResult:
     """Run every recipe with every seed, each in a fresh process, and write the results into `out`.
 
@@ -97,6 +98,7 @@ def run_study(
         until: a time of `time.monotonic`, after which no run starts; one that is not over by then is left for the next
             call, and so is one that would not be.
         isolation: what makes the processes, if the caller has one already.
+        expected: seconds of one run, where the caller knows better than the guess from the recipe.
 
     Raises:
         UserError: a recipe is wrong, or `out` cannot be used.
@@ -128,7 +130,7 @@ def run_study(
         if retry:
             store.retry()
         study = _Study(store, isolation, folder, dict(resolved), timeout, console, inspect)
-        study.until = until
+        study.until, study.each = until, expected
         if study.left():
             study.look(entries.survey, recipes, planned)
             study.announce(name, seeds)
@@ -162,6 +164,7 @@ class _Study:
         self.store, self.isolation, self.folder, self.inspect = store, isolation, folder, inspect
         self.recipes, self.timeout, self.console = recipes, timeout, console
         self.until: float | None = None
+        self.each: float | None = None
         self.environment: int | None = None
         self.facts: dict[str, Any] = {}
         self.expected: dict[str, float | None] = {}
@@ -197,7 +200,7 @@ class _Study:
             self.store.note(peaks=peaks)
         for name, reason in answer["skip"].items():
             self.store.skip(name, reason)
-        self.expected = {n: expected_seconds(r, peaks, kind) for n, r in self.recipes.items()}
+        self.expected = {n: self.each or expected_seconds(r, peaks, kind) for n, r in self.recipes.items()}
 
     def announce(self, name: str, seeds: Sequence[int]) -> None:
         """Say what will run, on what, and for about how long."""

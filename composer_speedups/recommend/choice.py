@@ -1,0 +1,190 @@
+"""What to measure, and what to make of it: the rows of the screening, those of the study, and the recipe to use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["PLAIN", "Answer", "Screened", "answer", "final_rows", "screen", "screening_rows"]
+
+PLAIN = "plain"
+_GAIN = 1.03  # below it one run cannot tell a gain from what two runs of the same thing differ by
+_LOSS = 0.97
+
+SpeedUps = dict[str, dict[str, Any]]
+Candidate = Mapping[str, Any]
+
+
+@dataclass
+class Screened:
+    """What one look at each has left: candidates with their gain, and the others with the reason."""
+
+    kept: list[tuple[Candidate, float]] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Answer:
+    """The row to use (None: no speed-up was shown to help), and why not the others."""
+
+    row: Mapping[str, Any] | None
+    sentence: str
+    rejected: dict[str, str]
+
+
+def screening_rows(base: Recipe, candidates: Sequence[Candidate], first: SpeedUps) -> tuple[list[Recipe], str]:
+    """The plain recipe, the low precision that suits this machine, and each candidate on top of that; and its name.
+
+    Much of what helps in 16 bits does nothing in 32, and the other way round: a candidate is looked at where it would
+    be used.
+    """
+    dtype = first.get("mixed_precision")
+    ground = next((c for c in candidates if c["key"] == "mixed_precision" and c["arguments"] == dtype), None)
+    rows = [base]
+    on = dict(base.speedups)
+    name = PLAIN
+    if ground is not None:
+        name = str(ground["arguments"]["dtype"])
+        on[ground["key"]] = ground["arguments"]
+        rows.append(made(base, name, on))
+    for one in candidates:
+        if one is ground:
+            continue
+        alone = one["stage"] == "PRECISION"  # another precision is an alternative, not an addition
+        under = dict(base.speedups) if alone else on
+        under = {k: v for k, v in under.items() if k != one["key"]} | {one["key"]: one["arguments"]}
+        rows.append(made(base, f"{PLAIN if alone else name}+{one['name']}", under))
+    return rows, name
+
+
+def made(base: Recipe, name: str, speedups: SpeedUps) -> Recipe:
+    return base.model_copy(deep=True, update={"name": name, "description": name, "speedups": dict(speedups)})
+
+
+def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], ground: str) -> Screened:
+    """What one run of each tells.
+
+    Args:
+        rows: of the screening study.
+        candidates: that were looked at.
+        ground: the name of the row that the others are on top of.
+    """
+    by_name = {row["recipe"]: row for row in rows}
+    found = Screened()
+    for one in candidates:
+        alone = one["stage"] == "PRECISION"
+        is_ground = one["key"] == "mixed_precision" and ground == one["arguments"].get("dtype")
+        row = by_name.get(ground if is_ground else f"{PLAIN if alone else ground}+{one['name']}")
+        reference = by_name.get(PLAIN if alone else ground)
+        name = one["name"]
+        if row is None or (not row["seeds"] and row["reason"] == "not run yet"):
+            found.rejected[name] = "not tried: the time was over. Give more --minutes"
+        elif row["status"] == "skipped":
+            found.rejected[name] = f"does not apply: {row['reason']}"
+        elif not row["seeds"]:
+            words = row["reason"].removeprefix("over the time limit of ")
+            slow = words != row["reason"]
+            found.rejected[name] = (
+                f"took over {words} to run. Give more --minutes" if slow else f"failed: {row['reason']}"
+            )
+        elif one["key"] in row["no_effect"]:
+            found.rejected[name] = "does not apply: it changed nothing in this model and task"
+        elif row["stable"] is False:
+            found.rejected[name] = f"unstable: {row['quality_note'] or 'the loss was not finite'}"
+        elif reference is None or not reference["samples_per_second"] or not row["samples_per_second"]:
+            found.rejected[name] = "not judged: what it was to be compared with did not run"
+        else:
+            gain = row["samples_per_second"] / reference["samples_per_second"]
+            if gain >= _GAIN:
+                found.kept.append((one, gain))
+            else:
+                what = "slower" if gain <= _LOSS else "no difference shown"
+                found.rejected[name] = f"{what}: {gain:.2f}x in the screening (one run)"
+    return found
+
+
+def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Recipe], dict[str, str]]:
+    """The plain recipe, all that helped together, and the next best choices; and what was left out for another.
+
+    Of those that exclude each other the faster is kept. What compiles gets a row of its own, as its start takes time.
+    """
+    best: dict[str, tuple[Candidate, float]] = {}
+    rejected: dict[str, str] = {}
+    for one, gain in sorted(screened.kept, key=lambda pair: -pair[1]):
+        taken = best.setdefault(one["slot"], (one, gain))
+        if taken[0] is not one:
+            other, more = taken
+            rejected[one["name"]] = f"excluded by {other['name']}: {gain:.2f}x against {more:.2f}x in the screening"
+    members = list(best.values())  # the largest gain first
+    precisions = {c["key"] for c, _ in members if c["stage"] == "PRECISION"}
+    if {"mixed_precision", "matmul_precision"} <= precisions:
+        # Under autocast the matmuls are in 16 bits already.
+        members = [(c, g) for c, g in members if c["key"] != "matmul_precision"]
+        rejected["matmul_precision"] = "mixed_precision takes the matmuls over"
+    plain = [c for c, _ in members if c["stage"] != "COMPILE"]
+    compiled = [c for c, _ in members if c["stage"] == "COMPILE"]
+    sets = [plain, [*plain, *compiled] if compiled else []]
+    precision = [c for c in plain if c["stage"] == "PRECISION"]
+    sets += [plain[:-1] if len(plain) > 2 else [], [*precision, *[c for c in plain if c not in precision][:1]]]
+    rows, seen = [base], [dict(base.speedups)]
+    for chosen in sets:
+        speedups = dict(base.speedups)
+        for one in chosen:
+            speedups = {k: v for k, v in speedups.items() if k != one["key"]} | {one["key"]: one["arguments"]}
+        if chosen and speedups not in seen and len(rows) < most:
+            seen.append(speedups)
+            rows.append(made(base, "+".join(_short(one) for one in chosen)[:140].rstrip("+._"), speedups))
+    return rows, rejected
+
+
+def _short(one: Candidate) -> str:
+    return str(one["arguments"]["dtype"]) if one["key"] == "mixed_precision" else str(one["name"])
+
+
+def answer(rows: Sequence[Mapping[str, Any]], confidence: float) -> Answer:
+    """The fastest row that was shown to be faster than the plain recipe, and not to lose quality."""
+    base = next(row for row in rows if row["baseline"])
+    others = [row for row in rows if not row["baseline"]]
+    rejected: dict[str, str] = {}
+    good = [row for row in others if row["speed_verdict"] == "faster" and row["stable"] is not False]
+    best = max(good, key=lambda row: row["speedup"], default=None)
+    for row in others:
+        if row is best:
+            continue
+        interval = row["speedup_interval"]
+        span = f" ({confidence * 100:.0f} % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+        if not row["seeds"]:
+            rejected[row["recipe"]] = row["reason"]
+        elif row["stable"] is False:
+            rejected[row["recipe"]] = f"unstable: {row['quality_note']}"
+        elif row["speed_verdict"] == "faster":
+            rejected[row["recipe"]] = f"less than the best: {row['speedup']:.2f}x{span}"
+        else:
+            note = f"; {row['speed_note']}" if row["speed_note"] else ""
+            rejected[row["recipe"]] = f"{row['speed_verdict']}: {row['speedup']:.2f}x{span}{note}"
+    if best is None:
+        if not base["seeds"]:
+            return Answer(None, f"No recommendation: the plain recipe did not run. {base['reason']}".strip(), rejected)
+        if others and all(row["speed_verdict"] == "not judged" for row in others):
+            text = "No recommendation: the time was not enough for a repeated measurement. Give more --minutes."
+        else:
+            text = "No speed-up was shown to help here: use the plain recipe."
+        return Answer(None, text, rejected)
+    low, high = best["speedup_interval"]
+    quality = best["quality_verdict"] + (f" ({best['quality_note']})" if best["quality_note"] else "")
+    memory = ""
+    if best["peak_memory_bytes"] and base["peak_memory_bytes"]:
+        memory = f"; peak memory {base['peak_memory_bytes'] / 1e6:,.0f} -> {best['peak_memory_bytes'] / 1e6:,.0f} MB"
+    text = (
+        f"Expected gain: {best['speedup']:.2f} times the plain recipe's speed ({confidence * 100:.0f} % interval "
+        f"{low:.2f} to {high:.2f}, {len(best['seeds'])} seeds){memory}. Quality over these short runs: {quality}."
+    )
+    if best["compile_seconds"]:
+        after = best["break_even_samples"]
+        paid = f"paid for after {after:,} samples" if after else "not paid for"
+        text += f" Compiling took {best['compile_seconds']:.0f} s, {paid}."
+    return Answer(best, text, rejected)

@@ -1,0 +1,59 @@
+"""What runs in a fresh process before the study of a recommendation: which speed-ups there are, and which work here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from composer_speedups import doctor, hardware, registry
+from composer_speedups.errors import UserError
+from composer_speedups.tasks import build_task
+
+__all__ = ["candidates"]
+
+
+def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    """Every registered speed-up with each of its choices, and the data made, so that no run has to.
+
+    Returns:
+        `candidates`: those that work on this device, in the order in which to try them: `key`, `arguments`, `slot`,
+        `compiles`; `unavailable`: name -> why; `first`: what the doctor would switch on; `samples`: in the training
+        set; `error`: what is wrong with the task or the model, or an empty string.
+    """
+    recipe = payload["recipe"]
+    device = torch.device(hardware.hardware())
+    found: list[dict[str, Any]] = []
+    unavailable: dict[str, str] = {}
+    for key in registry.keys():
+        for arguments in doctor._CHOICES.get(key, [{}]):
+            cls = registry.speedup_class(key)
+            name = ".".join([key, *map(str, arguments.values())])
+            try:
+                reason = registry.build(key, **arguments).unavailable(device)
+            except UserError as error:
+                reason = str(error)
+            if reason is not None:
+                unavailable[name] = reason
+                continue
+            stage = cls.stage.name
+            found.append({"name": name, "key": key, "arguments": arguments, "slot": cls.slot or key, "stage": stage})
+    first = doctor.examine().first
+    # What promises most comes first, as the time may not be enough for all; compiling takes longest, so it is last.
+    order = {name: n for n, name in enumerate(first)}
+    stages = ("PRECISION", "ATTENTION", "DATA")
+    found.sort(
+        key=lambda c: (
+            c["stage"] == "COMPILE",
+            order.get(c["key"], len(order)),
+            stages.index(c["stage"]) if c["stage"] in stages else len(stages),
+        )
+    )
+    answer = {"candidates": found, "unavailable": unavailable, "first": first, "samples": 0, "error": ""}
+    try:
+        say = lambda text: report({"phase": "data", "message": text})  # noqa: E731
+        answer["samples"] = len(build_task(recipe.task, recipe.model, seed=recipe.seed, progress=say).train)
+    except UserError as error:
+        answer["error"] = str(error)
+    return answer

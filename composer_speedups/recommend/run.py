@@ -1,0 +1,329 @@
+"""Make a recommendation within a time budget: calibrate, screen, study, and write the recipe to use."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from composer_speedups.ablation.estimate import duration
+from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.ablation.output import Findings, findings
+from composer_speedups.ablation.statistics import CONFIDENCE
+from composer_speedups.ablation.store import Store
+from composer_speedups.ablation.study import Entries, run_study
+from composer_speedups.errors import UserError
+from composer_speedups.recommend.choice import PLAIN, Answer, answer, final_rows, made, screen, screening_rows
+from composer_speedups.tuning.written import write_recipe
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["ENTRIES", "Recommendation", "recommend"]
+
+ENTRIES = Entries(preload=(*PRELOAD, "composer_speedups.recommend.jobs"))
+_CANDIDATES = "composer_speedups.recommend.jobs:candidates"
+_CALIBRATION = 4  # steps
+_LEAST, _MOST = 6, 60  # steps of a run: the first three are warm-up
+_SCREENING = 0.5  # of the time; the rest is for the study
+_FEW = 7  # runs: if no more than these fit, they go into the study, and the doctor's choice is all that is studied
+_SEEDS = (3, 7)  # repetitions: fewer tell nothing, more are for those who want to know a single per cent
+_BATCHES = (32, 16, 8)
+_RESERVE = 8.0  # seconds for the outputs
+
+
+@dataclass
+class Recommendation:
+    """What came of it."""
+
+    answer: Answer
+    recipe: Recipe
+    path: Path | None
+    findings: Findings | None
+    interrupted: bool = False
+
+
+def recommend(
+    base: Recipe,
+    *,
+    minutes: float,
+    out: Path,
+    own_batch: bool = False,
+    command: str = "",
+    console: Console | None = None,
+    entries: Entries = ENTRIES,
+    candidates: str = _CANDIDATES,
+) -> Recommendation:
+    """Find what speeds up `base` here, in about `minutes`; the same call again goes on where it was stopped.
+
+    Args:
+        base: the plain recipe: model, task, batch, no speed-ups but what holds it to true float32.
+        minutes: that it may take.
+        out: the folder of the study; the screening goes into a folder in it.
+        own_batch: the batch size is the user's, and not to be made smaller to fit the time.
+        command: how this was asked for.
+        console: where progress is shown.
+        entries: what runs in the processes.
+        candidates: the entry that lists the speed-ups.
+
+    Raises:
+        UserError: the task or the model is wrong, or `out` holds something else.
+    """
+    if not minutes > 0 or minutes > 100_000:
+        raise UserError(f"--minutes must be positive, got {minutes:g}. Write e.g. --minutes 15")
+    console = console or Console()
+    end = time.monotonic() + minutes * 60
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is no folder. Choose another --out")
+    with Isolation(entries.train, entries.preload) as isolation:
+        work = _Work(base, out, end, own_batch, command, console, entries, isolation)
+        try:
+            return work.go(candidates, minutes)
+        except KeyboardInterrupt:
+            return Recommendation(Answer(None, "Stopped.", {}), base, None, None, interrupted=True)
+
+
+class _Work:
+    """One recommendation in the making."""
+
+    def __init__(
+        self,
+        base: Recipe,
+        out: Path,
+        end: float,
+        own_batch: bool,
+        command: str,
+        console: Console,
+        entries: Entries,
+        isolation: Isolation,
+    ) -> None:
+        self.base, self.out, self.end, self.own_batch = base, out, end, own_batch
+        self.command, self.console, self.entries, self.isolation = command, console, entries, isolation
+        self.overhead = self.step = 0.0
+
+    def go(self, candidates: str, minutes: float) -> Recommendation:
+        say = self.console.print
+        say(f"Up to {duration(minutes * 60)} for {self.base.model.name} on {self.base.task.name}", highlight=False)
+        say("Looking at this machine, and at the data ...", style="dim")
+        outcome = self.isolation.run({"recipe": self.base}, timeout=1200, entry=candidates)
+        if outcome.value is None:
+            raise UserError(f"cannot look at this machine: {outcome.reason}\n{outcome.log}".strip())
+        facts = outcome.value
+        if facts["error"]:
+            raise UserError(facts["error"])
+        rejected = {name: f"unavailable: {reason}" for name, reason in facts["unavailable"].items()}
+        chosen = self._stored(self.out)
+        screening = self._stored(self.out / "screening")
+        if not chosen and not screening:
+            self._calibrate(facts["samples"])
+        if not chosen:
+            chosen, more = self._choose(facts, screening)
+            rejected |= more
+        elif screening:  # the rows of the study are settled: only the reasons are wanted
+            _, more = self._screened(screening, facts)
+            rejected |= more
+        return self._study(chosen, rejected)
+
+    # --- How long a run takes ---
+
+    def _calibrate(self, samples: int) -> None:
+        """Train the plain recipe for a few steps, with a small batch unless the user gave one."""
+        sizes = [self.base.batch_size] if self.own_batch else [b for b in _BATCHES if b <= max(samples, _BATCHES[-1])]
+        size = sizes[-1]
+        recipe = self._short(self.base.model_copy(update={"batch_size": size}), _CALIBRATION)
+        self.console.print(f"Calibrating: {_CALIBRATION} steps of the plain recipe, batch {size} ...", style="dim")
+        limit = max(10.0, self.end - time.monotonic())
+        payload = {"recipe": recipe.to_dict(), "seed": recipe.seed, "inspect": False}
+        outcome = self.isolation.run(payload, timeout=limit)
+        value = outcome.value if isinstance(outcome.value, dict) else {}
+        status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
+        if status == "interrupted":
+            raise KeyboardInterrupt
+        if status == "timeout":
+            raise UserError(
+                f"{_CALIBRATION} steps of batch {size} take longer than the whole time. Give more --minutes"
+            )
+        if status != "ok":
+            raise UserError(f"the plain recipe does not run: {reason}")
+        steps = [seconds for seconds in value.get("step_seconds") or [] if seconds] or [outcome.seconds / _CALIBRATION]
+        per_sample = sorted(steps)[len(steps) // 2] / size
+        self.overhead = max(0.5, outcome.seconds - sum(steps))
+        left = max(0.0, self.end - time.monotonic())
+        # The largest batch with which a dozen runs fit; where none does, the smallest.
+        fitting = [b for b in sizes if 12 * (self.overhead + _LEAST * per_sample * b) <= left]
+        batch = fitting[0] if fitting else sizes[-1]
+        self.step = per_sample * batch
+        self.base = self.base.model_copy(update={"batch_size": batch})
+        note = "" if batch == sizes[0] else f", as a step of {sizes[0]} would take {per_sample * sizes[0]:.1f} s"
+        self.console.print(
+            f"A step of batch {batch} takes {self.step:.2f} s, a run's start {self.overhead:.1f} s{note}",
+            highlight=False,
+        )
+
+    def _short(self, recipe: Recipe, steps: int) -> Recipe:
+        schedule = recipe.schedule.model_copy(update={"warmup": "0.1dur"})
+        changes = {"duration": f"{steps}ba", "evaluate": False, "loggers": {}, "schedule": schedule}
+        return recipe.model_copy(update=changes)
+
+    def _seconds(self, recipe: Recipe) -> float | None:
+        """Seconds of one run, by what was measured; None before that."""
+        return self.overhead + int(recipe.duration[:-2]) * self.step if self.step else None
+
+    def _steps(self, seconds: float) -> int:
+        """Steps of a run of the plain recipe that takes so long."""
+        return max(_LEAST, min(_MOST, int((seconds - self.overhead) / max(self.step, 1e-6))))
+
+    # --- What is studied ---
+
+    def _choose(self, facts: dict[str, Any], stored: list[Recipe]) -> tuple[list[Recipe], dict[str, str]]:
+        """The rows of the study, by a screening if the time allows one."""
+        candidates, first = facts["candidates"], facts["first"]
+        left = self.end - time.monotonic()
+        affordable = left / (self.overhead + _LEAST * self.step) if self.step else 0.0
+        if not stored and affordable < len(candidates) / 2 + _FEW:
+            kept = {k: v for k, v in first.items() if k != "torch_compile"}
+            words = f"about {affordable:.0f} runs fit into the time: too few to look at {len(candidates)} speed-ups"
+            self.console.print(f"{words}, so the doctor's choice is measured. Give more --minutes", style="yellow")
+            if not kept:
+                raise UserError("no speed-up is available here")
+            base = self._short(self.base, _LEAST)
+            rows = [base, made(base, "+".join(kept)[:140], self.base.speedups | kept)]
+            rejected = {c["name"]: "not tried: too little time" for c in candidates if c["key"] not in kept}
+            return rows, rejected
+        rows = stored
+        if not rows:
+            share = left * _SCREENING / (len(candidates) + 2)
+            base = self._short(self.base, self._steps(share))
+            rows, _ = screening_rows(base, candidates, first)
+        until = time.monotonic() + (self.end - time.monotonic()) * _SCREENING
+        limit = float(round(max(20.0, (self.end - time.monotonic()) * _SCREENING / 3)))
+        self.console.print("\n[bold]Screening[/]: one run of each")
+        result = run_study(
+            rows,
+            seeds=[self.base.seed],
+            out=self.out / "screening",
+            name="screening",
+            baseline=PLAIN,
+            command=self.command,
+            timeout=limit,
+            console=self.console,
+            entries=self.entries,
+            planned=True,
+            inspect=False,
+            until=until,
+            isolation=self.isolation,
+            expected=self._seconds(rows[0]),
+        )
+        if result.interrupted:
+            raise KeyboardInterrupt
+        plain = next(run for run in result.findings.runs if run.recipe == PLAIN)
+        if plain.status != "ok":
+            raise UserError(
+                f"the plain recipe does not run: {plain.reason or 'the time was over'}. Give more --minutes"
+            )
+        self._learn(plain.result, (plain.finished or 0.0) - (plain.started or 0.0))
+        return self._screened(rows, facts)
+
+    def _screened(self, rows: list[Recipe], facts: dict[str, Any]) -> tuple[list[Recipe], dict[str, str]]:
+        """What the screening's store says: the rows worth a study, and why the others are not."""
+        with Store(self.out / "screening" / "runs.sqlite", create=False) as store:
+            found = findings(store)
+        names = [recipe.name for recipe in rows]
+        dtype = (facts["first"].get("mixed_precision") or {}).get("dtype")
+        ground = dtype if dtype in names else PLAIN
+        screened = screen(found.rows, facts["candidates"], ground)
+        base = next(recipe for recipe in rows if recipe.name == PLAIN)
+        chosen, more = final_rows(base, screened)
+        return chosen, screened.rejected | more
+
+    def _learn(self, result: dict[str, Any], seconds: float) -> None:
+        steps = [s for s in result.get("step_seconds") or [] if s]
+        if steps:
+            self.step = sorted(steps)[len(steps) // 2]
+            self.overhead = max(0.5, seconds - sum(steps))
+
+    # --- The study ---
+
+    def _study(self, rows: list[Recipe], rejected: dict[str, str]) -> Recommendation:
+        if len(rows) == 1:
+            text = "No speed-up helped in the screening: use the plain recipe."
+            return self._finished(Answer(None, text, {}), rejected, None)
+        left = self.end - time.monotonic() - _RESERVE
+        stored = self._stored(self.out)
+        if not stored and self.step:
+            steps = self._steps(left / (len(rows) * (_SEEDS[0] + 1)))
+            rows = [self._short(row, steps) for row in rows]
+        run = self._seconds(rows[0])
+        count = max(_SEEDS[0], min(_SEEDS[1], int(left / (run * len(rows))))) if run else _SEEDS[0]
+        self.console.print("\n[bold]Study[/]: the best of them together, repeated and interleaved")
+        result = run_study(
+            rows,
+            seeds=[(self.base.seed + n) % 2**32 for n in range(count)],
+            out=self.out,
+            name=self.out.name,
+            baseline=PLAIN,
+            command=self.command,
+            console=self.console,
+            entries=self.entries,
+            planned=True,
+            inspect=False,
+            until=self.end - _RESERVE / 2,
+            isolation=self.isolation,
+            expected=run,
+        )
+        if result.interrupted:
+            raise KeyboardInterrupt
+        found = answer(result.findings.rows, CONFIDENCE)
+        return self._finished(found, rejected, result.findings)
+
+    def _finished(self, found: Answer, rejected: dict[str, str], result: Findings | None) -> Recommendation:
+        speedups = dict(self.base.speedups)
+        if found.row is not None and result is not None:
+            speedups = result.recipes[found.row["recipe"]]["speedups"]
+        batch = self.base.batch_size if result is None else result.recipes[PLAIN]["batch_size"]
+        recipe = self.base.model_copy(update={"speedups": speedups, "batch_size": batch})
+        reasons = rejected | found.rejected
+        path = self.out / "recommended.yaml"
+        lines = [f"{time.strftime('%Y-%m-%d')}: {self.command}", *_wrapped(found.sentence), "Rejected:"]
+        lines += [f"  {name}: {reason}"[:116] for name, reason in reasons.items()] or ["  nothing"]
+        write_recipe(
+            path,
+            recipe,
+            None,
+            None,
+            description=f"recommended: {', '.join(speedups) or 'no speed-ups'}"[:500],
+            evidence=lines,
+            reasons={},
+            overwrite=True,
+        )
+        return Recommendation(Answer(found.row, found.sentence, reasons), recipe, path, result)
+
+    def _stored(self, folder: Path) -> list[Recipe]:
+        """The recipes of the study in `folder`; none if there is none yet; another's is refused."""
+        from composer_speedups.recipes import Recipe
+
+        if not (folder / "runs.sqlite").is_file():
+            return []
+        with Store(folder / "runs.sqlite", create=False) as store:
+            stored = [Recipe.model_validate(recipe) for recipe in store.recipes().values()]
+        if not stored:
+            return []
+        plain = stored[0]
+        same = plain.name == PLAIN and all(
+            getattr(plain, key) == getattr(self.base, key)
+            for key in ("task", "model", "learning_rate", "optimizer", "seed", "speedups", "microbatch_size")
+        )
+        if not same or (self.own_batch and plain.batch_size != self.base.batch_size):
+            raise UserError(f"{folder} holds another study. Choose another --out, or remove that folder")
+        self.base = self.base.model_copy(update={"batch_size": plain.batch_size})
+        return stored
+
+
+def _wrapped(text: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, 112)
