@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RECOMMEND_EXAMPLE", "python_line", "recommend"]
 
-RECOMMEND_EXAMPLE = "Example: composer-speedups recommend --model ./my_model --task text path=reviews.csv label_column=stars --minutes 20"
+RECOMMEND_EXAMPLE = (
+    "Example: composer-speedups recommend --model ./my_model --task text path=reviews.csv label_column=stars "
+    "--minutes 20"
+)
 
 
 def recommend(
@@ -122,9 +125,11 @@ def _show(found: Recommendation, console: Console) -> None:
         say("")
     if found.answer.rejected:
         say("Not used, and why", style="bold")
-        width = max(map(len, found.answer.rejected))
+        together: dict[str, list[str]] = {}
         for name, reason in found.answer.rejected.items():
-            say(f"  {name:<{min(width, 34)}}  {reason}")
+            together.setdefault(reason, []).append(name)
+        for reason, names in together.items():
+            say(f"- {', '.join(names)}: {reason}")
         say("")
     helps = found.answer.row is not None
     say(f"Use: {', '.join(found.recipe.speedups)}" if helps else found.answer.sentence, style="bold")
