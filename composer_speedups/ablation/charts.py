@@ -245,7 +245,7 @@ def _stacked(title: str, bars: Sequence[Bar], colours: Mapping[str, str], unit: 
     return drawing
 
 
-def _legend_places(names: Iterable[str], mark: float = 26.0) -> tuple[list[tuple[float, int]], int]:
+def _legend_places(names: Iterable[str], mark: float = 30.0) -> tuple[list[tuple[float, int]], int]:
     """Where each name of a legend goes, as (x, line), and how many lines there are."""
     places, at, line = [], 0.0, 0
     for name in names:

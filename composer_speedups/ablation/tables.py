@@ -168,9 +168,10 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def marked_names(rows: Sequence[Row]) -> list[str]:
-    """Short names; a star marks a row of which a switch did nothing."""
+    """Short names; a star marks a row of which a switch did nothing, a dagger one with runs that were not alone."""
     names = short_names([row["recipe"] for row in rows])
-    return [f"{name} *" if row.get("no_effect") else name for row, name in zip(rows, names, strict=True)]
+    marks = (("*" if row.get("no_effect") else "") + ("†" if row.get("overlapped") else "") for row in rows)
+    return [f"{name} {mark}" if mark else name for name, mark in zip(names, marks, strict=True)]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -197,8 +198,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         which = "; ".join(f"{name} seed{'s' * (len(s) > 1)} {', '.join(map(str, s))}" for name, s in shared)
         count = sum(len(seeds) for _, seeds in shared)
         lines.append(
-            f"{count} run{'s' * (count > 1)} overlapped with another measured run on this machine, and each slowed the "
-            f"other down: {which}. Such speeds are not the recipe's own; measure them again, into another --out"
+            f"† {count} run{'s' * (count > 1)} overlapped with another measured run on this machine, and each slowed "
+            f"the other down: {which}. Such speeds are not the recipe's own; measure them again, into another --out"
         )
     if any(row["speed_verdict"] == "not judged" and row["seeds"] for row in rows):
         lines.append("Stable ?, speed not judged: one seed tells nothing about the spread; run 3 or more (--seeds 3)")
