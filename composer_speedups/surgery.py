@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["hooked", "mix_in", "override_methods", "overrides", "same_code", "swap_classes"]
+__all__ = ["hooked", "mix_in", "override_methods", "overrides", "same_code", "stock_class", "swap_classes"]
 
 Choose = Callable[[torch.nn.Module], bool]
 
@@ -142,6 +142,13 @@ def _rebuild(cls: type, *mixins: type) -> torch.nn.Module:
     for mixin in mixins:
         cls = _mixed(mixin, cls)
     return cls.__new__(cls)
+
+
+def stock_class(cls: type) -> type:
+    """The class that `cls` was before `mix_in` put mixins in front of it."""
+    while "_mixture" in vars(cls):
+        cls = vars(cls)["_mixture"][1]
+    return cls
 
 
 def same_code(function: Callable[..., Any], pattern: Callable[..., Any]) -> bool:

@@ -36,7 +36,9 @@ def kept(x: torch.Tensor, p: float, seed: int) -> torch.Tensor | None:
     return keep_by_torch(x.numel(), seeds, round(realised(p) * 65536)).view(x.shape).to(x.device)
 
 
-def check(kernel: Kernel, inputs: list[torch.Tensor], p: float = 0.0, eps: float = EPS, truncates: bool = False) -> None:
+def check(
+    kernel: Kernel, inputs: list[torch.Tensor], p: float = 0.0, eps: float = EPS, truncates: bool = False
+) -> None:
     """Compare output and gradients with the same function in float64; raise AssertionError on a difference.
 
     Tolerances, with u the spacing at 1 of the result's dtype and e that of the arithmetic's (float32's, or float64's):

@@ -104,8 +104,8 @@ def _pattern(self, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def _is_intermediate(module: torch.nn.Module) -> bool:
     dense = getattr(module, "dense", None)
-    plain = type(dense) is torch.nn.Linear and dense.bias is not None
-    return plain and same_code(type(module).forward, _pattern)
+    own = type(dense) is torch.nn.Linear and dense.bias is not None and "forward" not in vars(module)
+    return own and same_code(type(module).forward, _pattern)
 
 
 def _exact(activation: object) -> bool:

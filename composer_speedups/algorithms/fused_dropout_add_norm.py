@@ -110,7 +110,7 @@ def _pattern(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> t
 
 def _fits(module: torch.nn.Module) -> bool:
     """Whether the forward pass of `module` is `_pattern`, with a plain norm and dropout."""
-    if not same_code(type(module).forward, _pattern):
+    if "forward" in vars(module) or not same_code(type(module).forward, _pattern):
         return False
     norm, dropout = getattr(module, "LayerNorm", None), getattr(module, "dropout", None)
     if not (isinstance(norm, torch.nn.LayerNorm) and isinstance(dropout, torch.nn.Dropout)):

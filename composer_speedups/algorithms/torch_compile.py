@@ -37,6 +37,7 @@ from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, use_cache
 from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.surgery import stock_class
 
 __all__ = ["TorchCompile", "apply_torch_compile"]
 
@@ -214,7 +215,9 @@ def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         if not isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
         size = sum(p.numel() for p in container.parameters())
-        if len({type(block) for block in blocks}) == 1 and size > most and not isinstance(blocks[0], CONTAINERS):
+        # The last layer may have a mixin of its own (`LastLayerSubset`): it is a block all the same.
+        kinds = {stock_class(type(block)) for block in blocks}
+        if len(kinds) == 1 and size > most and not isinstance(blocks[0], CONTAINERS):
             best, most = blocks, size
     return best
 

@@ -34,7 +34,7 @@ def pretend_cuda(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_cuda_it_says_so_before_training(make_trainer, tiny_bert) -> None:
-    with pytest.raises(SpeedUpUnavailable, match="needs a CUDA device.*remove it"):
+    with pytest.raises(SpeedUpUnavailable, match=r"needs a CUDA device.*remove it"):
         make_trainer([FusedBiasGELU()])
     with pytest.raises(SpeedUpUnavailable, match="needs a CUDA device, and this machine has none"):
         apply_fused_bias_gelu(tiny_bert)

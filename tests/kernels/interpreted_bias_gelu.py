@@ -123,7 +123,10 @@ def test_bad_input_is_named(change: dict, message: str) -> None:
 MUTANTS = {
     "none": ("total += dx", "total  += dx"),
     "bias dropped in forward": ("other=0.0).to(tl.float32) + bias\n    below", "other=0.0).to(tl.float32)\n    below"),
-    "bias dropped in backward": ("other=0.0).to(tl.float32) + bias\n        dy", "other=0.0).to(tl.float32)\n        dy"),
+    "bias dropped in backward": (
+        "other=0.0).to(tl.float32) + bias\n        dy",
+        "other=0.0).to(tl.float32)\n        dy",
+    ),
     "approximation by tanh": (
         "return tl.where(h < 0.0, tail, 1.0 - tail), density",
         "return 1.0 / (1.0 + tl.exp(-1.5957691216 * (h + 0.044715 * h * h * h))), density",

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from composer.algorithms.warnings import NoEffectWarning
+from composer.models import ComposerClassifier, HuggingFaceModel
+from dropout_add_norm_check import kept
+from model_check import check_model, random_weights
+from small import bert_config, padded_batch
+from torch._dynamo.utils import counters
+
+import composer_speedups
+from composer_speedups import FusedDropoutAddNorm, apply_fused_dropout_add_norm
+from composer_speedups.algorithms import fused_dropout_add_norm as module
+from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.kernels import dropout_add_norm as kernel
+
+FAMILIES = {"Bert": 4, "Roberta": 4, "XLMRoberta": 4, "Camembert": 4, "Electra": 4, "MPNet": 2, "DebertaV2": 4}
+
+
+def bert(p: float = 0.0) -> torch.nn.Module:
+    config = bert_config(hidden_dropout_prob=p, attention_probs_dropout_prob=p)
+    return transformers.BertForSequenceClassification._from_config(config, attn_implementation="eager")
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[torch.dtype]:
+    """The dtype of each input that the kernel was given."""
+    seen: list[torch.dtype] = []
+    forward = kernel._forward
+    monkeypatch.setattr(kernel, "_forward", lambda x, *rest: seen.append(x.dtype) or forward(x, *rest))
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_takes_every_familys_blocks_once(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(**bert_config().to_diff_dict())
+    model = getattr(transformers, f"{family}Model")(config)
+    before = [(n, id(p), p.requires_grad) for n, p in model.named_parameters()]
+    keys = list(model.state_dict())
+    assert apply_fused_dropout_add_norm(model) == FAMILIES[family]
+    assert apply_fused_dropout_add_norm(model) == 0
+    assert [(n, id(p), p.requires_grad) for n, p in model.named_parameters()] == before
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_bert_matches_float64(padded: bool, calls: list) -> None:
+    stock = random_weights(bert()).eval()
+    changed = copy.deepcopy(stock)
+    assert apply_fused_dropout_add_norm(changed) == 4
+    batch = padded_batch(rows=2, length=6)
+    if not padded:
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    check_model(changed, stock, batch)
+    assert calls == [torch.float32] * 4
+
+
+@pytest.mark.parametrize("fault", ["bias", "eps", "residual"])
+def test_the_check_finds_a_planted_fault(fault: str, monkeypatch) -> None:
+    stock = random_weights(bert()).eval()
+    changed = copy.deepcopy(stock)
+    apply_fused_dropout_add_norm(changed)
+    right = kernel.dropout_add_norm
+    wrong = {
+        "bias": lambda x, r, w, b, p, eps: right(x, r, w, b * 0, p, eps),
+        "eps": lambda x, r, w, b, p, eps: right(x, r, w, b, p, 1e-3),
+        "residual": lambda x, r, w, b, p, eps: right(x, x, w, b, p, eps),
+    }
+    monkeypatch.setattr(kernel, "dropout_add_norm", wrong[fault])
+    with pytest.raises(AssertionError, match="is off by"):
+        check_model(changed, stock, padded_batch(rows=2, length=6))
+
+
+def test_dropout_is_that_of_the_mask_in_training_only() -> None:
+    block = random_weights(bert(0.4)).bert.encoder.layer[0].output.double()
+    hidden, residual = torch.randn(5, 7, 64).double(), torch.randn(5, 7, 32).double()
+    expected = block.eval()(hidden, residual)
+    apply_fused_dropout_add_norm(block)
+    torch.testing.assert_close(block(hidden, residual), expected, rtol=1e-12, atol=1e-12)
+    x = block.dense(hidden)
+    keep = kept(x, 0.4, 9)
+    torch.manual_seed(9)
+    out = block.train()(hidden, residual)
+    norm = block.LayerNorm
+    wanted = kernel.reference_dropout_add_norm(x, residual, norm.weight, norm.bias, keep, 0.4, norm.eps)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_computes_in_the_autocast_dtype_with_float32_weights(dtype: torch.dtype, calls: list) -> None:
+    block = random_weights(bert()).bert.encoder.layer[0].output
+    apply_fused_dropout_add_norm(block)
+    hidden, residual = (
+        torch.randn(5, 64),
+        torch.randn(5, 32, requires_grad=True),
+    )  # a residual in float32, as after a norm
+    with torch.autocast("cpu", dtype):
+        out = block(hidden, residual)
+        x = block.dense(hidden)
+    assert out.dtype == dtype and calls == [dtype]
+    norm = block.LayerNorm
+    doubles = [t.detach().double() for t in (x, residual.to(dtype), norm.weight, norm.bias)]
+    exact = kernel.reference_dropout_add_norm(*doubles, eps=norm.eps)
+    # One rounding of the result, of values up to 4 times a weight of 2: half an eps of 8, and as much for the sums.
+    torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+    out.sum().backward()
+    assert norm.weight.grad.dtype == residual.grad.dtype == torch.float32
+
+
+def test_masks_are_torchs_in_distribution() -> None:
+    """Mean and spread of the loss over many masks are those of the stock model."""
+    batch, losses = padded_batch(), {}
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = bert(0.3)
+        if fused:
+            apply_fused_dropout_add_norm(model)
+        with torch.no_grad():
+            losses[fused] = torch.stack([model(**batch).loss for _ in range(200)])
+    mean, spread = (torch.stack([f(losses[False]), f(losses[True])]) for f in (torch.mean, torch.std))
+    # The mean of 200 draws has a standard error of spread / sqrt(200), the spread itself of spread / sqrt(400).
+    assert float((mean[0] - mean[1]).abs()) < 5 * float(spread.max()) * (2 / 200) ** 0.5
+    assert float((spread[0] - spread[1]).abs()) < 5 * float(spread.max()) * (2 / 400) ** 0.5
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_draws_the_same_masks(reentrant: bool) -> None:
+    model, gradients = bert(0.3).train(), []
+    apply_fused_dropout_add_norm(model)
+    for way in ("plain", "checkpointed"):
+        if way == "checkpointed":
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(**padded_batch()).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_copies_and_pickles() -> None:
+    model, batch = bert(), padded_batch()
+    apply_fused_dropout_add_norm(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**batch).logits, model(**batch).logits)
+        assert isinstance(twin.bert.encoder.layer[0].output, module._FusedEnd)
+        assert apply_fused_dropout_add_norm(twin) == 0
+
+
+def test_hooks_and_functional_transforms_take_the_blocks_own_code(calls: list) -> None:
+    model, seen = bert(), []
+    apply_fused_dropout_add_norm(model)
+    block = model.bert.encoder.layer[0].output
+    hidden, residual = torch.randn(3, 64), torch.randn(3, 32)
+    expected = block(hidden, residual)
+    handles = [m.register_forward_hook(lambda m, *_: seen.append(type(m))) for m in (block.LayerNorm, block.dropout)]
+    torch.testing.assert_close(block(hidden, residual), expected)
+    assert seen == [module._DropoutOfBlock, module._NormOfBlock]
+    for handle in handles:
+        handle.remove()
+    mapped = torch.func.vmap(block.eval())(hidden[:, None], residual[:, None])[:, 0]
+    torch.testing.assert_close(mapped, expected)
+    assert len(calls) == 1
+
+
+def test_the_rest_is_for_the_others(make_trainer) -> None:
+    """Whatever the order listed: blocks first, then norms and dropouts that are in no block."""
+    from composer_speedups import FastDropout, LowPrecisionNorm
+
+    algorithms = [LowPrecisionNorm(), FastDropout(), FusedDropoutAddNorm()]
+    model = bert(0.1)
+    dropouts = sum(type(m) is torch.nn.Dropout for m in model.modules())
+    make_trainer(algorithms, model=HuggingFaceModel(model))
+    assert [a.evidence["changed"] for a in algorithms] == [1, dropouts - 4, 4]
+    # By functions in another order the same modules end in the blocks.
+    other = bert(0.1)
+    composer_speedups.apply_low_precision_norm(other)
+    composer_speedups.apply_fast_dropout(other)
+    assert apply_fused_dropout_add_norm(other) == 4
+    assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
+
+
+def test_leaves_what_it_does_not_know_alone() -> None:
+    class Own(torch.nn.LayerNorm):
+        pass
+
+    model = bert()
+    first, second = model.bert.encoder.layer
+    first.output.LayerNorm.__class__ = Own
+    second.output.forward = None  # an instance's own forward pass is called instead of the class's
+    first.attention.output.dropout = torch.nn.AlphaDropout(0.1)
+    assert apply_fused_dropout_add_norm(model) == 1
+    assert isinstance(second.attention.output, module._FusedEnd)
+
+
+def test_trains_unpadded_compiled_and_with_everything_else(make_trainer, calls: list) -> None:
+    from composer_speedups import (
+        FastDropout,
+        LastLayerSubset,
+        LowPrecisionNorm,
+        MixedPrecision,
+        TorchCompile,
+        Unpadding,
+    )
+
+    results = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(1)
+        algorithm = FusedDropoutAddNorm()
+        compiler = TorchCompile(scope="block", backend="aot_eager", dynamic=True)
+        others = [FastDropout(), LastLayerSubset(), LowPrecisionNorm(), MixedPrecision("bf16"), Unpadding()]
+        trainer = make_trainer([compiler, algorithm, *others], model=HuggingFaceModel(bert(0.1)))
+        trainer.fit()
+        assert not counters["graph_break"]
+        assert algorithm.evidence["changed"] == 4 and algorithm.evidence["kernel"] in ("C", "PyTorch")
+        results.append(trainer.state.model.model.classifier.weight.detach().clone())
+    assert set(calls) == {torch.bfloat16}
+    assert torch.equal(*results)
+    torch._dynamo.reset()
+
+
+def test_unpadded_equals_padded() -> None:
+    stock = random_weights(bert()).eval()
+    changed = copy.deepcopy(stock)
+    composer_speedups.apply_unpadding(changed)
+    apply_fused_dropout_add_norm(changed)
+    check_model(changed, stock, padded_batch())
+
+
+def test_refused_where_there_is_no_kernel(monkeypatch) -> None:
+    assert FusedDropoutAddNorm().unavailable(torch.device("cpu")) is None
+    assert "remove it" in FusedDropoutAddNorm().unavailable(torch.device("mps"))
+    assert FusedDropoutAddNorm().unavailable(torch.device("cuda")) is None
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in FusedDropoutAddNorm().unavailable(torch.device("cuda"))
+    model = bert()
+    monkeypatch.setattr(module, "_unavailable", lambda device: "no kernel")
+    with pytest.raises(SpeedUpUnavailable, match="apply_fused_dropout_add_norm cannot be used here: no kernel"):
+        apply_fused_dropout_add_norm(model)
+    assert not any(isinstance(m, module._FusedEnd) for m in model.modules())
+
+
+def test_warns_when_nothing_to_replace(make_trainer) -> None:
+    model = ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
+    with pytest.warns(NoEffectWarning, match="no block in the model ends in dense, dropout"):
+        make_trainer([FusedDropoutAddNorm()], model=model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
+def test_trains_on_the_gpu(make_trainer, precision: str) -> None:
+    algorithm = FusedDropoutAddNorm()
+    make_trainer([algorithm], model=HuggingFaceModel(bert(0.1)), device="gpu", precision=precision).fit()
+    assert algorithm.evidence == {"changed": 4, "kernel": "Triton"}
