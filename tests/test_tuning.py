@@ -1,0 +1,424 @@
+"""Tuning: the search's arithmetic, the record, searches of fake tries in real processes, and one of real training."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import tuning_fakes as fakes
+from rich.console import Console
+
+from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.cli import main
+from composer_speedups.errors import SpeedUpUnavailable, UserError
+from composer_speedups.recipes import load_recipe
+from composer_speedups.tune_command import memory_bytes
+from composer_speedups.tuning import rate as rates
+from composer_speedups.tuning.batch import Tried, fastest, largest
+from composer_speedups.tuning.record import Record, RecordError
+from composer_speedups.tuning.rows import tune_rows
+from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, starting_size
+from composer_speedups.tuning.tune import Settings, record_path, tune
+
+
+@pytest.fixture(scope="module")
+def isolation():
+    with Isolation(fakes.ENTRIES.train, fakes.ENTRIES.preload) as made:
+        yield made
+
+
+def search(out: Path, isolation: Isolation | None = None, recipe: str = "demo/bf16", overrides=(), **options):
+    """`tune` with fake tries; what it printed comes with the result."""
+    console = Console(file=io.StringIO(), width=140)
+    base = load_recipe(recipe, check_arguments=False)
+    loaded = load_recipe(recipe, ["duration=2ep", *overrides], check_arguments=False)
+    settings = Settings(**options)
+    result = tune(
+        loaded,
+        out=out,
+        base=base,
+        extends=recipe,
+        settings=settings,
+        console=console,
+        entries=fakes.ENTRIES,
+        isolation=isolation,
+    )
+    return result, console.file.getvalue()
+
+
+# --- Sizes ---
+
+
+def test_sizes_are_what_the_hardware_likes():
+    assert batch_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    volta, ampere = batch_sizes(1024, 7.0), batch_sizes(1024, 8.0)
+    assert 520 in volta and 520 not in ampere and 576 in ampere
+    assert all(size % 64 == 0 for size in ampere if size > 512) and max(ampere) == 1024
+    assert max(batch_sizes(10**6)) <= 16_384
+    assert microbatch_sizes(56) == [1, 2, 4, 7, 8, 14, 28, 56]
+
+
+def test_the_first_size_is_where_memory_should_end():
+    sizes = batch_sizes(4096, 9.0)
+    assert starting_size({8: 1_080, 32: 1_320}, 6_000, sizes) == 496  # 1000 + 10 a sample: 500
+    assert starting_size({8: 1_080, 32: 1_320}, 500, sizes) == 1
+
+
+# --- The largest ---
+
+
+def device(limit: int, tries: list[int], fixed: int = fakes.FIXED):
+    def measure(size: int) -> Tried:
+        tries.append(size)
+        if size > limit:
+            return Tried(size, "out_of_memory", "no room")
+        return Tried(size, "ok", "", 10.0, fixed + size * fakes.SAMPLE)
+
+    return measure
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8, 31, 64, 217, 700, 4095])
+@pytest.mark.parametrize("start", [1, 64, 4096])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_largest_that_fits_is_found_in_few_tries(limit: int, start: int, known: bool):
+    sizes, tries = batch_sizes(4096, 8.0), []
+    bytes_ = fakes.FIXED + limit * fakes.SAMPLE if known else None
+    assert largest(device(limit, tries), sizes, start, bytes_, fakes.FIXED) == max(s for s in sizes if s <= limit)
+    assert len(tries) == len(set(tries)) and len(tries) <= (16 if known else 20)
+
+
+def test_a_device_that_refuses_earlier_than_its_memory_says():
+    """Fragments: at 70 % of the memory it is over. The search must halve, not creep."""
+    sizes, tries = batch_sizes(4096, 8.0), []
+    assert largest(device(700, tries), sizes, 1024, fakes.FIXED + 1000 * fakes.SAMPLE, 0) == 640
+    assert len(tries) <= 12
+
+
+def test_nothing_fits_or_something_else_is_wrong():
+    assert largest(lambda size: Tried(size, "out_of_memory"), [1, 2, 4], 4, None, 0) is None
+    with pytest.raises(UserError, match=r"not for lack of memory: no such file"):
+        largest(lambda size: Tried(size, "failed", "no such file"), [1, 2, 4], 4, None, 0)
+
+
+# --- The fastest ---
+
+
+def speeds(law, limit: int = 10**9, budget: int = 100):
+    tries: list[int] = []
+
+    def measure(size: int) -> Tried | None:
+        if len(tries) >= budget:
+            return None
+        tries.append(size)
+        return Tried(size, "ok" if size <= limit else "out_of_memory", "", law(size), 1000 + 10 * size)
+
+    return measure, tries
+
+
+def test_the_fastest_is_found_and_measured_again():
+    measure, tries = speeds(lambda size: 100 - abs(size - 96))
+    assert fastest(measure, batch_sizes(4096), 32, None) == 96
+    assert tries.count(96) == 2 and len(tries) <= 14
+
+
+def test_where_all_are_as_fast_the_own_batch_stays():
+    measure, tries = speeds(lambda size: 100 + 0.5 * (size % 16 == 0))
+    assert fastest(measure, batch_sizes(64), 24, None) == 24
+    assert max(tries) <= 64
+
+
+def test_the_limit_is_kept_and_not_run_into():
+    measure, tries = speeds(lambda size: float(size), limit=100)
+    assert fastest(measure, batch_sizes(4096), 8, 1000 + 10 * 100) in (64, 96)
+    assert max(tries) <= 128, "what the line of the others forbids is not tried"
+
+
+def test_a_budget_ends_it_with_the_best_so_far():
+    measure, _ = speeds(float, budget=2)
+    assert fastest(measure, batch_sizes(4096), 32, None) == 64
+    assert fastest(lambda size: None, [8], 8, None) is None
+
+
+# --- Learning rates ---
+
+
+def test_the_scaling_rule():
+    assert rates.scaled_rate(1e-4, 32, 128) == pytest.approx(2e-4)
+    assert rates.scaled_rate(1e-4, 64, 32) == pytest.approx(7.07e-5)
+
+
+@pytest.mark.parametrize("budget", [600, 2_000, 8_000, 50_000])
+@pytest.mark.parametrize("trials", [2, 8, 20])
+def test_rates_stay_within_the_budget(budget: int, trials: int):
+    plan = rates.plan(budget, 32, trials, 10_000)
+    assert plan is not None and plan.samples[0] >= 8 * 32 and plan.samples[-1] <= 10_000
+    used = []
+
+    def train(rate: float, samples: int) -> float:
+        used.append((rate, samples))
+        return abs(rate - 3e-4) * 1e3 + 1 / samples
+
+    best, tried = rates.search(train, 1e-3, plan, budget, seed=17)
+    assert sum(samples for _, samples in used) <= budget
+    assert tried[0].rate == 1e-3 and best in [one.rate for one in tried]
+    again = []
+    rates.search(lambda r, n: again.append((r, n)) or train(r, n), 1e-3, plan, budget, seed=17)
+    assert again == used[: len(again)], "the same losses lead to the same proposals"
+
+
+def test_a_few_samples_are_too_few():
+    assert rates.plan(400, 32, 8, 10_000) is None
+
+
+def test_rates_that_diverge_are_not_taken():
+    plan = rates.Plan(6, (256, 512))
+    best, tried = rates.search(lambda r, n: float("nan") if r > 5e-4 else r, 1e-3, plan, 10**6, seed=1)
+    assert best <= 5e-4 and tried[0].ended == "diverged"
+    best, tried = rates.search(lambda r, n: None, 1e-3, plan, 10**6, seed=1)
+    assert best == 1e-3 and {one.ended for one in tried} == {"failed"}
+
+
+# --- The record ---
+
+
+def test_a_record_survives_a_kill_and_refuses_damage(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    record = Record(path, {"recipe": 1})
+    record.add({"kind": "batch", "size": 8})
+    record.add({"kind": "batch", "size": 16})
+    with pytest.raises(RecordError, match="another process is at"):
+        Record(path, {"recipe": 1})
+    record.close()
+    whole = path.read_bytes()
+    for cut in range(1, 30):
+        path.write_bytes(whole[:-cut])
+        record = Record(path, {"recipe": 1})
+        assert [t["size"] for t in record.trials] == [8]
+        record.close()
+    path.write_bytes(whole)
+    with pytest.raises(RecordError, match=r"another search .recipe was 1, is 2"):
+        Record(path, {"recipe": 2})
+    for content in (whole.replace(b"16", b"17"), b"\n", b"{}\n", b"some text", whole[:40] + b"\n" + whole[41:]):
+        path.write_bytes(content)
+        with pytest.raises(RecordError, match="is damaged in line"):
+            Record(path, {"recipe": 1})
+        assert path.read_bytes() == content, "left as it was"
+
+
+# --- Whole searches, in real processes ---
+
+
+def test_the_largest_batch_then_its_rate(tmp_path: Path, isolation: Isolation):
+    out = tmp_path / "new.yaml"
+    result, text = search(out, isolation, goal="largest", samples=40_000, trials=8)
+    assert result.recipe is not None
+    assert result.recipe.batch_size == 216, "the largest multiple of 8 that is no more than what fits"
+    found = load_recipe(out, check_arguments=False)
+    assert found.batch_size == 216 and found.learning_rate == result.recipe.learning_rate
+    assert found.speedups == load_recipe("demo/bf16", check_arguments=False).speedups and found.duration == "2ep"
+    assert abs(found.learning_rate / fakes.BEST - 1) < 1, "nearer to the best than the scaling rule's 2.6e-3"
+    content = out.read_text()
+    assert "extends: demo/bf16" in content and "out of memory" in content and "pruned" in content
+    assert "0.001 x sqrt(216/32) = 0.0026" in content
+    assert "Budget: 40,000 samples" in text and not record_path(out).exists()
+
+
+def test_the_fastest_batch_within_a_limit(tmp_path: Path, isolation: Isolation):
+    limit = fakes.FIXED + 70 * fakes.SAMPLE
+    free, _ = search(tmp_path / "free.yaml", isolation, rate=False)
+    held, _ = search(tmp_path / "held.yaml", isolation, rate=False, memory_limit=limit)
+    assert free.recipe is not None and held.recipe is not None
+    assert 64 <= free.recipe.batch_size <= 128 and 48 <= held.recipe.batch_size <= 70
+    scaled = rates.scaled_rate(1e-3, 32, free.recipe.batch_size)
+    assert free.recipe.learning_rate == scaled
+
+
+def test_the_effective_batch_can_stay(tmp_path: Path, isolation: Isolation):
+    overrides = ["batch_size=512", "learning_rate=1e-3"]
+    result, _ = search(tmp_path / "x.yaml", isolation, overrides=overrides, constant=True, goal="largest", rate=False)
+    assert result.recipe is not None
+    found = load_recipe(tmp_path / "x.yaml", check_arguments=False)
+    assert (found.batch_size, found.microbatch_size, found.learning_rate) == (512, 128, 1e-3)
+
+
+def test_batches_and_warm_up_counted_in_batches_last_as_many_samples(tmp_path: Path, isolation: Isolation):
+    overrides = ["duration=6000ba", "schedule.warmup=64ba"]
+    search(tmp_path / "x.yaml", isolation, overrides=overrides, rate=False, goal="largest")
+    found = load_recipe(tmp_path / "x.yaml", check_arguments=False)
+    assert found.batch_size == 216 and found.duration == "889ba" and found.schedule.warmup == "9ba"
+
+
+def test_a_recipe_in_a_file_and_one_beside_it(tmp_path: Path, isolation: Isolation, monkeypatch):
+    from composer_speedups.tuning.written import extends_as
+
+    monkeypatch.chdir(tmp_path)
+    Path("old.yaml").write_text("extends: demo/bf16\nbatch_size: 16\nspeedups: {fused_adamw: {}}\n")
+    out = Path("deeper/new.yaml")
+    base = load_recipe("old.yaml", check_arguments=False)
+    loaded = load_recipe("old.yaml", ["speedups.fused_adamw=null", "task.max_length=32"], check_arguments=False)
+    assert extends_as("old.yaml", out) == "../old.yaml" and extends_as("demo/bf16", out) == "demo/bf16"
+    console = Console(file=io.StringIO())
+    settings = Settings(rate=False, samples=2000)
+    tune(
+        loaded,
+        out=out,
+        base=base,
+        extends="../old.yaml",
+        settings=settings,
+        console=console,
+        entries=fakes.ENTRIES,
+        isolation=isolation,
+    )
+    found = load_recipe(out, check_arguments=False)
+    assert found.task.max_length == 32 and "fused_adamw" not in found.speedups and "mixed_precision" in found.speedups
+    assert "fused_adamw: null" in out.read_text()
+
+
+def test_ctrl_c_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    diary, out = tmp_path / "diary", tmp_path / "x.yaml"
+    monkeypatch.setenv("TUNING_DIARY", str(diary))
+    monkeypatch.setenv("TUNING_PARENT", str(os.getpid()))
+    result, text = search(out, overrides=["description=hang"], samples=20_000)
+    assert result.recipe is None and not out.exists() and "2 tries are kept" in text
+    before = diary.read_text().splitlines()
+    kept = record_path(out).read_text()
+    assert kept.count("\n") == 3, "the head and two tries"
+    # The same search, now by a process that nobody stops.
+    monkeypatch.setenv("TUNING_DIARY", "")
+    result, text = search(out, overrides=["description=hang"], samples=20_000)
+    assert result.recipe is not None and "2 tries of an earlier start are kept" in text
+    assert text.count("batch 32, ") == 1 or "batch 32, " not in text.split("kept")[1].split("\n")[1]
+    assert len(before) == 3
+
+
+def test_the_record_of_another_search_is_refused(tmp_path: Path, isolation: Isolation):
+    out = tmp_path / "x.yaml"
+    record_path(out).write_text("garbage\n")
+    with pytest.raises(RecordError, match="damaged in line 1"):
+        search(out, isolation, rate=False)
+    assert record_path(out).read_text() == "garbage\n"
+
+
+def test_what_cannot_run_here_or_is_broken(tmp_path: Path, isolation: Isolation):
+    with pytest.raises(SpeedUpUnavailable, match="demo/fp16 cannot run here: fp16 needs"):
+        search(tmp_path / "x.yaml", isolation, recipe="demo/fp16")
+    with pytest.raises(UserError, match="the loss function is missing"):
+        search(tmp_path / "x.yaml", isolation, overrides=["description=broken"])
+    with pytest.raises(UserError, match="no batch of demo/bf16 was found to fit"):
+        search(tmp_path / "y.yaml", isolation, memory_limit=10)
+    assert not (tmp_path / "x.yaml").exists()
+
+
+# --- Every row of a study ---
+
+
+def test_rows_are_tuned_once_and_what_cannot_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    diary = tmp_path / "diary"
+    monkeypatch.setenv("TUNING_DIARY", str(diary))
+    names = ("demo/fp32", "demo/bf16", "demo/fp16")
+    recipes = [load_recipe(name, ["duration=1ep"], check_arguments=False) for name in names]
+    console = Console(file=io.StringIO())
+    settings = Settings(samples=6000, trials=3)
+    options = {"console": console, "entries": fakes.ENTRIES}
+    found = tune_rows(recipes, "demo/fp32", tmp_path / "recipes", settings, **options)
+    assert found is not None
+    rows, baseline = found
+    assert [row.name for row in rows] == ["demo/fp32.tuned", "demo/bf16.tuned", "demo/fp16"]
+    assert baseline == "demo/fp32.tuned" and rows[0].batch_size != 32 and rows[2].batch_size == 32
+    before = diary.read_text()
+    again = tune_rows(recipes, "demo/fp32", tmp_path / "recipes", settings, **options)
+    assert again is not None and [r.to_dict() for r in again[0]] == [r.to_dict() for r in rows]
+    assert diary.read_text() == before, "nothing was tried again"
+    with pytest.raises(UserError, match="tuned from another recipe, or with another budget"):
+        tune_rows(recipes, "demo/fp32", tmp_path / "recipes", Settings(samples=7000), **options)
+
+
+def test_ablate_tune_studies_the_tuned_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    sys.path.insert(0, str(Path(__file__).parent / "ablation"))
+    import fakes as study_fakes
+
+    from composer_speedups.ablation import study
+    from composer_speedups.tuning import rows
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "Entries", lambda: study_fakes.ENTRIES)
+    monkeypatch.setattr(rows.tune_rows, "__kwdefaults__", rows.tune_rows.__kwdefaults__ | {"entries": fakes.ENTRIES})
+    command = ["ablate", "demo/fp32", "demo/bf16", "duration=1ep", "--tune", "--tune-samples", "4000", "--out", "out"]
+    assert main(command) == 0
+    table = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [row["recipe"] for row in table] == ["demo/fp32.tuned", "demo/bf16.tuned"] and table[0]["baseline"]
+    assert sorted(p.name for p in (tmp_path / "out" / "recipes").iterdir()) == ["demo.bf16.yaml", "demo.fp32.yaml"]
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "is there already" in capsys.readouterr().out
+
+
+# --- The command ---
+
+
+def test_sizes_of_memory():
+    assert [memory_bytes(t) for t in ("8GB", "512 MB", "1GiB", "7.5gb")] == [8 * 10**9, 512 * 10**6, 2**30, 75 * 10**8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tune", "demo/bff16"], "unknown recipe"),
+        (["tune", "batch_size=4"], "name the recipe first"),
+        (["tune", "demo"], "demo' is a suite"),
+        (["tune", "demo/bf16", "batch_sise=4"], "unknown key"),
+        (["tune", "demo/bf16", "--no-batch", "--no-lr"], "nothing to tune"),
+        (["tune", "demo/bf16", "--samples", "-5"], "--samples must be positive, got -5"),
+        (["tune", "demo/bf16", "--trials", "0"], "--trials must be positive"),
+        (["tune", "demo/bf16", "--timeout", "0"], "--timeout must be positive"),
+        (["tune", "demo/bf16", "--memory-limit", "much"], "--memory-limit 'much' is no size"),
+        (["tune", "demo/bf16", "--memory-limit", "0GB"], "is no size"),
+        (["tune", "demo/bf16", "--goal", "best"], "--goal must be largest or fastest"),
+        (["tune", "demo/bf16", "--out", "x.txt"], "end it with .yaml"),
+        (["tune", "demo/bf16", "--out", "taken.yaml"], "taken.yaml exists: add --overwrite"),
+        (["tune", "nowhere.yaml"], "there is no such file"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("taken.yaml").write_text("batch_size: 7\n")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert Path("taken.yaml").read_text() == "batch_size: 7\n" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_optuna_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main(["tune", "demo/bf16"]) == 2
+    error = capsys.readouterr().err
+    assert 'pip install "composer_speedups[tune]"' in error and error.count("\n") == 1
+
+
+def test_real_training_on_dummy_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """The whole command with a tiny model, real tries and all."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(
+        "task: {name: dummy, max_length: 16, train_samples: 256, eval_samples: 16, vocabulary: 256}\n"
+        "model: {name: bert-base-uncased, pretrained: false, config: {hidden_size: 32, num_hidden_layers: 1, "
+        "num_attention_heads: 2, intermediate_size: 64, vocab_size: 256}}\n"
+        "batch_size: 8\nlearning_rate: 1e-3\nduration: 2ep\nschedule: {name: constant, warmup: 4ba}\n"
+    )
+    handlers = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["tune", "tiny.yaml", "--samples", "900", "--trials", "2", "--out", "new.yaml"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, handlers)
+    text = capsys.readouterr().out
+    found = load_recipe("new.yaml", check_arguments=False)
+    assert 1 <= found.batch_size <= 25 and found.learning_rate > 0 and found.task.max_length == 16
+    content = Path("new.yaml").read_text()
+    assert "extends: ./tiny.yaml" in content and "samples/s" in content
+    assert "Tuning tiny" in text and "each try a fresh process" in text
+    assert main(["tune", "tiny.yaml", "--out", "new.yaml"]) == 2

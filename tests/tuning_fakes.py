@@ -1,0 +1,70 @@
+"""Tries in real processes that take no time: speed, memory and loss follow laws that the tests know."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from composer_speedups.ablation.study import Entries
+
+ENTRIES = Entries(train=f"{__name__}:trial", survey=f"{__name__}:survey", preload=(__name__,))
+FIXED, SAMPLE = 1_000_000, 10_000  # bytes
+FITS = 217  # samples: one more is out of memory
+PEAK = 96  # the batch with the most samples per second
+BEST = 3e-4  # the rate with the lowest loss
+
+
+def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    recipe = payload["recipe"]
+    return {
+        "environment": {
+            "hardware": "cpu",
+            "python": "3",
+            "cpu": {"model": "fake"},
+            "threads": 1,
+            "memory_bytes": 2**30,
+            "gpus": [],
+        },
+        "skip": {recipe.name: "fp16 needs a CUDA GPU"} if "fp16" in recipe.name else {},
+        "error": "",
+        "peaks": {},
+        "samples": 20_000,
+        # As predictions are: somewhat off.
+        "memory": {"8": FIXED + 9 * SAMPLE, "32": FIXED + 36 * SAMPLE},
+    }
+
+
+def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    from composer_speedups.errors import OutOfMemory
+
+    recipe, seed = payload["recipe"], payload["seed"]
+    batch, rate = recipe["batch_size"], recipe["learning_rate"]
+    together = recipe["microbatch_size"] or batch
+    steps = int(recipe["duration"][:-2])
+    diary = os.environ.get("TUNING_DIARY")
+    if diary:
+        with Path(diary).open("a") as file:
+            file.write(f"{batch} {together} {rate:g} {steps}\n")
+        if recipe["description"] == "hang" and len(Path(diary).read_text().splitlines()) > 2:
+            os.kill(int(os.environ["TUNING_PARENT"]), signal.SIGINT)
+            time.sleep(30)
+    if recipe["description"] == "broken":
+        raise RuntimeError("the loss function is missing")
+    if together > FITS:
+        raise OutOfMemory(f"out of memory with {together} samples: try {together // 2}")
+    report({"phase": "train", "step": steps, "steps": steps, "loss": 1.0})
+    loss = math.log(rate / BEST) ** 2 + 1 + 8 / steps
+    return {
+        "status": "ok",
+        "reason": "",
+        "seed": seed,
+        "samples_per_second": 100 * math.exp(-(math.log2(together / PEAK) ** 2) / 8),
+        "peak_memory_bytes": FIXED + SAMPLE * together,
+        "losses": [loss] * steps,
+        "finite": rate < 1e-2,
+    }
