@@ -119,7 +119,8 @@ class profiled:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
+        # There is one cycle only; saying so spares a warning about several.
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.__enter__()
         self._wait()
         self._root = torch.profiler.record_function(_STEPS)

@@ -197,9 +197,13 @@ def build_empty_model(spec: ModelSpec, task: Task) -> PreTrainedModel:
 
     Inside PyTorch's FakeTensorMode it takes no memory. Of `task` no data is looked at.
     """
+    import torch
+
     config = _configure(spec, task)
+    # Made in float32, as `build_model` leaves them, and not converted: tensors without numbers cannot be.
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)
     fresh = replace(task, source=replace(task.source, pretrained=False))
-    return _instantiate(spec, fresh, config).float()
+    return _instantiate(spec, fresh, config)
 
 
 def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
