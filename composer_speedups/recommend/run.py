@@ -104,6 +104,7 @@ class _Work:
         self.base, self.out, self.end, self.own_batch = base, out, end, own_batch
         self.command, self.console, self.entries, self.isolation = command, console, entries, isolation
         self.overhead = self.step = 0.0
+        self.order: list[str] = []
 
     def go(self, candidates: str, minutes: float) -> Recommendation:
         say = self.console.print
@@ -115,6 +116,7 @@ class _Work:
         facts = outcome.value
         if facts["error"]:
             raise UserError(facts["error"])
+        self.order = [*self.base.speedups, *(one["key"] for one in facts["candidates"])]
         rejected = {name: f"unavailable: {reason}" for name, reason in facts["unavailable"].items()}
         chosen = self._stored(self.out)
         screening = self._stored(self.out / "screening")
@@ -285,6 +287,7 @@ class _Work:
         speedups = dict(self.base.speedups)
         if found.row is not None and result is not None:
             speedups = result.recipes[found.row["recipe"]]["speedups"]
+            speedups = {key: speedups[key] for key in dict.fromkeys([*self.order, *speedups]) if key in speedups}
         batch = self.base.batch_size if result is None else result.recipes[PLAIN]["batch_size"]
         recipe = self.base.model_copy(update={"speedups": speedups, "batch_size": batch})
         reasons = rejected | found.rejected

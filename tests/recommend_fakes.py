@@ -1,0 +1,92 @@
+"""Runs in real processes whose speed follows from their speed-ups, so that the right recommendation is known."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from composer_speedups.ablation.study import Entries
+from composer_speedups.errors import SpeedUpUnavailable
+
+ENTRIES = Entries(train=f"{__name__}:train", survey=f"{__name__}:survey", preload=(__name__,))
+CANDIDATES = f"{__name__}:candidates"
+GAINS = {
+    "mixed_precision": 1.5,
+    "unpadding": 1.4,
+    "fused_adamw": 1.2,
+    "foreach_adamw": 1.1,
+    "fast_dropout": 1.0,
+    "adamw_8bit": 0.8,
+    "torch_compile": 1.1,
+    "masked_token_head": 1.0,
+    "sdp_attention": 1.0,
+}
+_STAGES = {"mixed_precision": "PRECISION", "torch_compile": "COMPILE"}
+_SLOTS = {"fused_adamw": "optimizer", "foreach_adamw": "optimizer", "adamw_8bit": "optimizer"}
+
+
+def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    found = [
+        {
+            "name": "mixed_precision.bf16" if key == "mixed_precision" else key,
+            "key": key,
+            "arguments": {"dtype": "bf16"} if key == "mixed_precision" else {},
+            "slot": _SLOTS.get(key, key),
+            "stage": _STAGES.get(key, "NORM"),
+        }
+        for key in GAINS
+    ]
+    return {
+        "candidates": found,
+        "unavailable": {"fused_layer_norm": "it needs a CUDA device"},
+        "first": {"mixed_precision": {"dtype": "bf16"}, "fused_adamw": {}},
+        "samples": 1000,
+        "error": "the text has no column 'stars'" if payload["recipe"].task.name == "imdb" else "",
+    }
+
+
+def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    facts = {"hardware": "cpu", "python": "3", "cpu": {"model": "fake"}, "threads": 1, "memory_bytes": 2**30}
+    return {"environment": facts, "skip": {}, "peaks": {}, "error": ""}
+
+
+def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    recipe, seed = payload["recipe"], payload["seed"]
+    diary = os.environ.get("RECOMMEND_DIARY")
+    if diary:
+        with Path(diary).open("a") as file:
+            file.write(f"{recipe['name']} {seed}\n")
+        stop = os.environ.get("RECOMMEND_STOP")
+        if stop and len(Path(diary).read_text().splitlines()) == int(stop):
+            os.kill(int(os.environ["RECOMMEND_PARENT"]), signal.SIGINT)
+            time.sleep(30)
+    keys = recipe["speedups"].keys()
+    if "sdp_attention" in keys:
+        raise SpeedUpUnavailable("this model has an attention of its own")
+    step = float(os.environ.get("RECOMMEND_STEP", "0.001"))
+    steps = int(recipe["duration"][:-2])
+    time.sleep(step * steps)
+    speed = 100.0 * (1 + 0.004 * (seed % 3))
+    for key in keys:
+        speed *= GAINS.get(key, 1.0)
+    spoilt = "unpadding" in keys and os.environ.get("RECOMMEND_SPOILT")
+    return {
+        "status": "ok",
+        "reason": "",
+        "batch_size": recipe["batch_size"],
+        "learning_rate": recipe["learning_rate"],
+        "samples_per_second": speed,
+        "peak_memory_bytes": 10**9,
+        "final_loss": 9.0 if spoilt else 0.5 + 0.001 * (seed % 3),
+        "finite": True,
+        "steps": steps,
+        "losses": [0.5] * steps,
+        "step_seconds": [step] * steps,
+        "evidence": {key: {"changed": int(key != "masked_token_head")} for key in keys},
+        "compile_seconds": 2.0 if "torch_compile" in keys else 0.0,
+        "warnings": [],
+    }

@@ -1,0 +1,187 @@
+"""Recommendations: what is screened, what is studied, what is said; fake runs in real processes, and one real study."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from pathlib import Path
+
+import pytest
+import recommend_fakes as fakes
+from rich.console import Console
+
+from composer_speedups.cli import main
+from composer_speedups.errors import UserError
+from composer_speedups.recipes import load_recipe, make_recipe
+from composer_speedups.recommend.choice import answer, final_rows, screening_rows
+from composer_speedups.recommend.run import recommend
+from composer_speedups.recommend_command import _dotted, python_line
+
+PLAIN = {"matmul_precision": {"precision": "highest"}}
+
+
+def plain(**values):
+    return make_recipe({"name": "plain", "task": {"name": "dummy"}, "speedups": PLAIN} | values)
+
+
+def made(out: Path, minutes: float = 1.0, **options):
+    console = Console(file=io.StringIO(), width=140)
+    base = options.pop("base", None) or plain()
+    entries = {"entries": fakes.ENTRIES, "candidates": fakes.CANDIDATES}
+    found = recommend(base, minutes=minutes, out=out, console=console, command="the command", **entries, **options)
+    return found, console.file.getvalue()
+
+
+def test_the_best_together_are_recommended(tmp_path: Path):
+    start = time.monotonic()
+    found, text = made(tmp_path / "out")
+    assert time.monotonic() - start < 60
+    speedups = found.recipe.speedups
+    assert {"mixed_precision", "unpadding", "fused_adamw", "torch_compile"} <= speedups.keys()
+    assert not {"foreach_adamw", "adamw_8bit", "fast_dropout", "masked_token_head"} & speedups.keys()
+    assert "Expected gain: 2.77 times the plain recipe's speed (99 % interval 2.7" in found.answer.sentence
+    why = found.answer.rejected
+    assert why["adamw_8bit"].startswith("slower: 0.80x")
+    assert why["fast_dropout"].startswith("no difference shown: 1.00x")
+    assert why["masked_token_head"].startswith("does not apply: it changed nothing")
+    assert why["sdp_attention"] == "does not apply: this model has an attention of its own"
+    assert why["fused_layer_norm"] == "unavailable: it needs a CUDA device"
+    assert why["foreach_adamw"].startswith("excluded by fused_adamw: 1.10x against 1.20x")
+    loaded = load_recipe(tmp_path / "out" / "recommended.yaml", check_arguments=False)
+    assert loaded.speedups == speedups and loaded.duration == "1ep" and loaded.evaluate is True
+    for name in ("runs.sqlite", "report.html", "results.json", "screening/runs.sqlite"):
+        assert (tmp_path / "out" / name).is_file()
+    assert "Screening" in text and "Study" in text
+
+
+def test_what_loses_quality_is_not_recommended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RECOMMEND_SPOILT", "1")
+    found, _ = made(tmp_path / "out")
+    assert "unpadding" not in found.recipe.speedups
+    assert any(reason.startswith("unstable") for reason in found.answer.rejected.values())
+
+
+@pytest.mark.parametrize("stop", [4, 14], ids=["in the screening", "in the study"])
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int):
+    diary = tmp_path / "diary"
+    monkeypatch.setenv("RECOMMEND_DIARY", str(diary))
+    monkeypatch.setenv("RECOMMEND_PARENT", str(os.getpid()))
+    monkeypatch.setenv("RECOMMEND_STOP", str(stop))
+    found, _ = made(tmp_path / "out")
+    assert found.interrupted and not (tmp_path / "out" / "recommended.yaml").exists()
+    before = diary.read_text().splitlines()
+    monkeypatch.setenv("RECOMMEND_STOP", "")
+    found, _ = made(tmp_path / "out")
+    assert not found.interrupted and "unpadding" in found.recipe.speedups
+    after = diary.read_text().splitlines()[len(before) :]
+    assert before[-1] in after, "the run that was stopped is made again"
+    # The first line is the calibration; plain runs once in the screening and again in the study.
+    assert not {line for line in before[1:-1] if not line.startswith("plain ")} & {
+        line for line in after if line.startswith("bf16+fast_dropout")
+    }
+    with pytest.raises(UserError, match="holds another study"):
+        made(tmp_path / "out", base=plain(seed=5))
+
+
+def test_too_little_time_for_all_measures_the_doctors_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RECOMMEND_STEP", "0.4")
+    start = time.monotonic()
+    found, text = made(tmp_path / "out", minutes=0.35)
+    assert time.monotonic() - start < 30, "about the 21 seconds that it was given"
+    assert "too few to look at" in text and "Give more --minutes" in text
+    assert found.answer.rejected["fast_dropout"].startswith("not tried")
+    assert found.path is not None and load_recipe(found.path, check_arguments=False).batch_size == 8
+
+
+def test_precisions_are_alternatives_and_the_others_go_on_top():
+    one = [
+        {"name": "bf16", "key": "mixed_precision", "arguments": {"dtype": "bf16"}, "slot": "p", "stage": "PRECISION"}
+    ]
+    one += [{"name": "tf32", "key": "matmul_precision", "arguments": {"precision": "high"}, "slot": "m"}]
+    one[-1]["stage"] = "PRECISION"
+    one += [{"name": "fused_adamw", "key": "fused_adamw", "arguments": {}, "slot": "o", "stage": "OPTIMIZER"}]
+    rows, ground = screening_rows(plain(), one, {"mixed_precision": {"dtype": "bf16"}})
+    assert ground == "bf16" and [row.name for row in rows] == ["plain", "bf16", "plain+tf32", "bf16+fused_adamw"]
+    assert rows[2].speedups == {"matmul_precision": {"precision": "high"}}
+    assert rows[3].speedups == PLAIN | {"mixed_precision": {"dtype": "bf16"}, "fused_adamw": {}}
+
+
+def test_nothing_helped_is_an_answer_too():
+    from composer_speedups.recommend.choice import Screened
+
+    rows, _ = final_rows(plain(), Screened())
+    assert [row.name for row in rows] == ["plain"]
+    empty = {"seeds": [1], "stable": True, "baseline": True, "recipe": "plain", "speed_verdict": "baseline"}
+    other = empty | {"baseline": False, "recipe": "x", "speed_verdict": "no difference shown", "speedup": 1.01}
+    other |= {"speedup_interval": [0.9, 1.1], "speed_note": "", "quality_note": "", "reason": ""}
+    found = answer([empty, other], 0.99)
+    assert found.row is None and "No speed-up was shown to help" in found.sentence
+    assert found.rejected == {"x": "no difference shown: 1.01x (99 % interval 0.90 to 1.10)"}
+
+
+def test_options_of_the_task_need_no_prefix():
+    assert _dotted("path=a.csv") == "task.path=a.csv" and _dotted("batch_size=8") == "batch_size=8"
+    assert _dotted("task.path=a.csv") == "task.path=a.csv" and _dotted("model.pretrained=false").startswith("model.")
+
+
+def test_the_python_line_is_python():
+    import composer_speedups
+
+    speedups = {"mixed_precision": {"dtype": "bf16"}, "torch_compile": {"scope": "block"}, "fused_adamw": {}}
+    line = python_line(speedups)
+    names = {name: getattr(composer_speedups, name) for name in ("MixedPrecision", "TorchCompile", "FusedAdamW")}
+    built = eval(line.removeprefix("algorithms="), names)
+    assert [one.key() for one in built] == list(speedups)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "--minutes must be positive, got 0"),
+        (["--minutes", "-3"], "--minutes must be positive, got -3"),
+        (["--minutes", "nan"], "--minutes must be positive"),
+        (["--task", "imbd"], "task.name must be"),
+        (["--task", "text"], "task text needs path"),
+        (["speedups={unpadding: {}}"], "name and speedups are what recommend finds"),
+        (["max_lenght=3"], "unknown key 'max_lenght'"),
+        (["max_length"], "is not key=value"),
+        (["--out", "taken"], "--out taken is no folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("taken").write_text("x")
+    assert main(["recommend", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_wrong_task_is_said_at_once(tmp_path: Path):
+    with pytest.raises(UserError, match="the text has no column 'stars'"):
+        made(tmp_path / "out", base=plain(task={"name": "imdb"}))
+
+
+def test_a_damaged_store_is_refused(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "runs.sqlite").write_text("garbage")
+    with pytest.raises(UserError, match="is damaged"):
+        made(tmp_path / "out")
+    assert (tmp_path / "out" / "runs.sqlite").read_text() == "garbage"
+
+
+@pytest.mark.slow
+def test_a_real_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    from small import bert_config
+
+    monkeypatch.chdir(tmp_path)
+    bert_config(vocab_size=512).save_pretrained(tmp_path / "model")
+    start = time.monotonic()
+    command = ["recommend", "--model", "model", "--task", "dummy", "max_length=32", "train_samples=256"]
+    assert main([*command, "vocabulary=512", "--minutes", "2", "--out", "out"]) == 0
+    assert time.monotonic() - start < 180
+    text = capsys.readouterr().out
+    assert "Not used, and why" in text and "unavailable" in text
+    recipe = load_recipe(tmp_path / "out" / "recommended.yaml")
+    assert recipe.model.name == str((tmp_path / "model").resolve())
