@@ -5,7 +5,9 @@ reads a float32 copy of its input, writes float32, and the next matmul casts bac
 halves that traffic and saves the casts.
 
 **Numerics.** The output is rounded once to the autocast dtype. Mean and variance are still accumulated in
-float32 inside PyTorch's kernel. Without autocast nothing changes, bit for bit.
+float32 inside PyTorch's kernel. Without autocast nothing changes, bit for bit. On the CPU PyTorch's kernel sums the
+gradients of weight and bias in the low precision, over all tokens, which costs 5 to 8 % of them in bf16; here they
+are summed in float32, and mean and deviation are kept in float32 for backward. Under `torch.compile` Inductor does so.
 
 **When it pays.** With `MixedPrecision` on a GPU in eager mode: norms are bound by memory traffic. Under
 `TorchCompile` the casts are fused away already and little is left to win. The residual stream becomes low
@@ -22,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from composer.core import State
 from composer.loggers import Logger
+from torch.autograd.function import once_differentiable
 
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import swap_classes
@@ -70,6 +73,49 @@ class _LowPrecisionLayerNorm(torch.nn.LayerNorm):
         if not torch.is_autocast_enabled(device):
             return super().forward(input)
         dtype = torch.get_autocast_dtype(device)
-        weight, bias = (None if p is None else p.to(dtype) for p in (self.weight, self.bias))
         with torch.autocast(device, enabled=False):
-            return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
+            x = input.to(dtype)
+            if device == "cpu" and self.bias is not None and not torch.compiler.is_compiling():
+                return _Float32Sums.apply(x, self.weight, self.bias, self.eps)
+            weight, bias = (None if p is None else p.to(dtype) for p in (self.weight, self.bias))
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class _Float32Sums(torch.autograd.Function):
+    """PyTorch's LayerNorm on the CPU, with its sums over tokens in float32.
+
+    Its backward kernel sums in the dtype of what it is given, so it is given a few rows at a time in float32, which
+    stay in the cache: measured at [4900, 256] and [8192, 768] that takes 0.9 to 1.3 times its own time in bf16.
+    """
+
+    _ROWS = 512
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        # Weights in float32: mean and deviation are kept in float32 then.
+        wide = weight.float(), bias.float()
+        y, mean, rstd = torch.native_layer_norm(x, weight.shape, *wide, eps)
+        ctx.save_for_backward(x, *wide, mean, rstd)
+        ctx.dtypes = weight.dtype, bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        backward, shape, gradient = torch.ops.aten.native_layer_norm_backward, weight.shape, gradient.contiguous()
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = backward(gradient, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
+        if any(ctx.needs_input_grad[1:3]):
+            dw, db = torch.zeros_like(weight), torch.zeros_like(bias)
+            rows = [t.reshape(-1, *shape).split(_Float32Sums._ROWS) for t in (gradient, x)]
+            statistics = [t.reshape(-1, *[1] * len(shape)).split(_Float32Sums._ROWS) for t in (mean, rstd)]
+            for g, some, *of in zip(*rows, *statistics, strict=True):
+                _, *sums = backward(g.float(), some.float(), shape, *of, weight, bias, [False, True, True])
+                dw += sums[0]
+                db += sums[1]
+            dw, db = (s.to(dtype) if need else None for s, dtype, need in zip(
+                (dw, db), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True
+            ))  # fmt: skip
+        return dx, dw, db, None

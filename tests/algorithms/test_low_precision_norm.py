@@ -10,29 +10,100 @@ from composer_speedups import LowPrecisionNorm, apply_low_precision_norm
 WIDTHS = [64, 768, 769]  # power of two, BERT-base, ragged tail
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_matches_float64(width: int, dtype: torch.dtype, device: str) -> None:
-    model = torch.nn.Sequential(torch.nn.LayerNorm(width)).to(device)
-    for p in model.parameters():
+def check(make, width: int, dtype: torch.dtype, device: str = "cpu", rows: int = 2000) -> None:
+    """What `make(layer)` computes of a LayerNorm, and all its gradients, against float64."""
+    layer = torch.nn.LayerNorm(width, eps=0.1).to(device)  # an eps that is seen if it is another
+    for p in layer.parameters():
         torch.nn.init.normal_(p)  # the default bias is 0: it would hide a dropped bias
-    x = torch.randn(37, width, device=device, dtype=dtype, requires_grad=True)
+    # Far from 0, so that a mean in low precision is off by much more than a rounding of the result.
+    x = (torch.randn(rows, width, device=device) + 8).to(dtype).requires_grad_()
     x64 = x.detach().double().requires_grad_()
-    # The reference's inputs are rounded too: the test judges the arithmetic, not the cast asked for.
-    w64, b64 = (p.detach().to(dtype).double() for p in model.parameters())
-    reference = F.layer_norm(x64, (width,), w64, b64, model[0].eps)
-    apply_low_precision_norm(model)
+    # On CUDA the weights are rounded, so the reference's are: the test judges the arithmetic, not the cast asked for.
+    w64, b64 = (
+        (p.detach().to(dtype) if device == "cuda" else p.detach()).double().requires_grad_() for p in layer.parameters()
+    )
+    reference = F.layer_norm(x64, (width,), w64, b64, layer.eps)
+    changed = make(layer)
     with torch.autocast(device, dtype=dtype):
-        out = model(x)
+        out = changed(x)
     gradient = torch.randn_like(out)
     out.backward(gradient)
     reference.backward(gradient.double())
     ulp = torch.finfo(dtype).eps
-    assert out.dtype == dtype
-    # Forward rounds once, on store: ulp/2, doubled here. Backward on CPU reloads mean and rstd that were
-    # stored in `dtype`: two more roundings of order-one values.
-    torch.testing.assert_close(out.double(), reference, rtol=ulp, atol=ulp / 8)
-    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=2 * ulp, atol=2 * ulp)
+    assert out.dtype == dtype and x.grad.dtype == dtype
+    # Each is rounded once, on store: ulp/2, doubled here; absolute where the terms of one sum cancel.
+    torch.testing.assert_close(out.double(), reference, rtol=ulp, atol=ulp / 4)
+    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=ulp, atol=ulp / 4)
+    # Sums of `rows` products in float32: random roundings grow with the root of their number. On CUDA the result
+    # goes through the low precision once.
+    for p, p64 in zip(layer.parameters(), (w64, b64), strict=True):
+        tolerance = 4 * rows**0.5 * torch.finfo(torch.float32).eps + (ulp if device == "cuda" else 0)
+        assert p.grad.dtype == torch.float32
+        assert float((p.grad.double() - p64.grad).norm() / p64.grad.norm()) < tolerance
+
+
+def low_precision(layer: torch.nn.Module) -> torch.nn.Module:
+    model = torch.nn.Sequential(layer)
+    assert apply_low_precision_norm(model) == 1
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_matches_float64(width: int, dtype: torch.dtype, device: str) -> None:
+    check(low_precision, width, dtype, device)
+
+
+class Faulty(torch.nn.Module):
+    """LayerNorm from its formula, right but for one planted fault."""
+
+    def __init__(self, layer: torch.nn.LayerNorm, fault: str | None) -> None:
+        super().__init__()
+        self.layer, self.fault = layer, fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias, eps = self.layer.weight, self.layer.bias, 1e-5 if self.fault == "eps" else self.layer.eps
+        if self.fault == "sums in low precision":
+            return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+        wide = x.float()
+        mean = wide.mean(-1, keepdim=True)
+        if self.fault == "mean in low precision":
+            mean = mean.to(x.dtype).float()
+        centred = wide - mean
+        y = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+        return (y if self.fault == "bias" else y + bias).to(x.dtype)
+
+
+FAULTS = ["bias", "eps", "mean in low precision", "sums in low precision"]
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_planted_faults_are_found(fault: str | None) -> None:
+    if fault is None:
+        return check(lambda layer: Faulty(layer, None), 256, torch.bfloat16)
+    with pytest.raises(AssertionError):
+        check(lambda layer: Faulty(layer, fault), 256, torch.bfloat16)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
+    layer = torch.nn.LayerNorm(8)
+    x = torch.randn(3, 2, 8, requires_grad=frozen != "input")
+    if frozen != "input":
+        getattr(layer, frozen).requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        low_precision(layer)(x).float().square().sum().backward()
+    found = {"weight": layer.weight.grad, "bias": layer.bias.grad, "input": x.grad}
+    assert {name for name, grad in found.items() if grad is None} == {frozen}
+
+
+def test_norms_over_several_dimensions_and_without_weights() -> None:
+    for layer in (torch.nn.LayerNorm((4, 8)), torch.nn.LayerNorm(8, bias=False), torch.nn.LayerNorm(8, 1e-5, False)):
+        x = torch.randn(6, 4, 8, requires_grad=True)
+        expected = torch.autograd.grad((layer(x) ** 3).sum(), x)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.autograd.grad((low_precision(layer)(x) ** 3).float().sum(), x)[0]
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
 
 
 def test_is_bit_exact_outside_autocast() -> None:
