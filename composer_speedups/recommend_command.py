@@ -114,6 +114,7 @@ def _class_name(key: str) -> str:
 
 
 def _show(found: Recommendation, console: Console) -> None:
+    from composer_speedups.ablation.tables import notes
     from composer_speedups.ablation.terminal import terminal_table
 
     def say(text: str, **style: Any) -> None:
@@ -122,6 +123,9 @@ def _show(found: Recommendation, console: Console) -> None:
     say("")
     if found.findings is not None:
         console.print(terminal_table(found.findings.rows, console.width))
+        say("")
+        for line in notes(found.findings.rows):
+            say(f"- {line}")
         say("")
     if found.answer.rejected:
         say("Not used, and why", style="bold")
