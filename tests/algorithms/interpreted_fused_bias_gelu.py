@@ -130,6 +130,7 @@ def test_hooks_and_other_linear_layers_take_the_models_own_code(tiny_bert, calls
 def test_checkpointing_evaluation_copies_and_pickles(tiny_bert, calls: list) -> None:
     apply_fused_bias_gelu(tiny_bert)
     batch = padded_batch(rows=2, length=6)
+    twins = (copy.deepcopy(tiny_bert), pickle.loads(pickle.dumps(tiny_bert)))
     gradients = []
     for way in ("plain", "checkpointed"):
         if way == "checkpointed":
@@ -140,8 +141,8 @@ def test_checkpointing_evaluation_copies_and_pickles(tiny_bert, calls: list) -> 
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert len(calls) == 6
     tiny_bert.eval()
-    for twin in (copy.deepcopy(tiny_bert), pickle.loads(pickle.dumps(tiny_bert))):
-        assert torch.equal(twin(**batch).logits, tiny_bert(**batch).logits)
+    for twin in twins:
+        assert torch.equal(twin.eval()(**batch).logits, tiny_bert(**batch).logits)
         assert isinstance(twin.bert.encoder.layer[0].intermediate, _FusedIntermediate)
 
 
