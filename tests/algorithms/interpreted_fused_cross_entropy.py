@@ -50,6 +50,25 @@ def test_loss_and_gradients_equal_the_stock_models(kind: str, reuse: bool) -> No
     assert apply_fused_cross_entropy(model) == 0
 
 
+@pytest.mark.parametrize("fault", ["ignored rows count", "sum", "temperature", "gradient of the sum"])
+def test_planted_faults_are_found(fault: str, monkeypatch) -> None:
+    from composer_speedups.kernels import cross_entropy as kernel
+
+    right = kernel.cross_entropy
+
+    def faulty(logits, labels, *args, **kwargs):
+        if fault == "ignored rows count":
+            return right(logits, labels.clamp_min(0), *args, **kwargs)
+        if fault == "temperature":
+            return right(logits * 1.1, labels, *args, **kwargs)
+        loss, rows = right(logits, labels, *args, **kwargs), (labels != -100).sum()
+        return loss * rows if fault == "sum" else loss * rows + (loss - loss * rows).detach()
+
+    monkeypatch.setattr(kernel, "cross_entropy", faulty)
+    with pytest.raises(AssertionError):
+        test_loss_and_gradients_equal_the_stock_models("Bert", False)
+
+
 def test_shift_of_a_causal_model_matters() -> None:
     model, batch = gpt2().eval(), causal_batch()
     expected = model(**batch).loss

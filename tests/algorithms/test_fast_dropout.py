@@ -66,7 +66,15 @@ def test_copies_and_pickles() -> None:
 
 
 def test_regularises_as_torchs_dropout_does() -> None:
-    """Mean and spread of the loss over many masks are the same for both kinds of mask."""
+    check_regularisation()
+
+
+def check_regularisation() -> None:
+    """Mean and spread of the loss over many masks are the same for both kinds of mask, and each mask's mean is 1."""
+    layer = torch.nn.Sequential(torch.nn.Dropout(0.3))
+    apply_fast_dropout(layer)
+    # Norms hide a scale from a BERT's loss. The mean of n elements has a standard error of sqrt(p / (1 - p) / n).
+    assert float((layer(torch.ones(100_000)).mean() - 1).abs()) < 5 * (0.3 / 0.7 / 100_000) ** 0.5
     batch = padded_batch()
     losses = {}
     for fast in (False, True):
@@ -80,6 +88,27 @@ def test_regularises_as_torchs_dropout_does() -> None:
     # The mean of 200 draws has a standard error of spread / sqrt(200), the spread itself of spread / sqrt(400).
     assert float((mean[0] - mean[1]).abs()) < 5 * float(spread.max()) * (2 / 200) ** 0.5
     assert float((spread[0] - spread[1]).abs()) < 5 * float(spread.max()) * (2 / 400) ** 0.5
+
+
+@pytest.mark.parametrize("fault", ["no scale", "half the probability", "active in evaluation"])
+def test_planted_faults_are_found(fault: str, monkeypatch) -> None:
+    from composer_speedups.kernels import fast_dropout as kernel
+
+    right = kernel.fast_dropout
+
+    def faulty(x, p, training=True, inplace=False):
+        if fault == "no scale":
+            return right(x, p, training, inplace) * (1 - p if training else 1)
+        if fault == "half the probability":
+            return right(x, p / 2, training, inplace)
+        return right(x, p, True, inplace)
+
+    monkeypatch.setattr(kernel, "fast_dropout", faulty)
+    with pytest.raises(AssertionError):
+        if fault == "active in evaluation":
+            test_is_the_identity_in_evaluation()
+        else:
+            check_regularisation()
 
 
 def test_works_inside_a_trainer_and_repeats(make_trainer) -> None:
