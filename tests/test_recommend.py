@@ -94,6 +94,15 @@ def test_too_little_time_for_all_measures_the_doctors_choice(tmp_path: Path, mon
     assert found.path is not None and load_recipe(found.path, check_arguments=False).batch_size == 8
 
 
+def test_a_busy_machine_is_told_and_the_same_command_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RECOMMEND_SLOW", "60")
+    with pytest.raises(UserError, match=r"over the time limit .* is something else using this machine"):
+        made(tmp_path / "out", minutes=0.8)
+    monkeypatch.setenv("RECOMMEND_SLOW", "")
+    found, _ = made(tmp_path / "out")
+    assert "unpadding" in found.recipe.speedups
+
+
 def test_precisions_are_alternatives_and_the_others_go_on_top():
     one = [
         {"name": "bf16", "key": "mixed_precision", "arguments": {"dtype": "bf16"}, "slot": "p", "stage": "PRECISION"}

@@ -205,6 +205,7 @@ class _Work:
         until = time.monotonic() + (self.end - time.monotonic()) * _SCREENING
         limit = float(round(max(20.0, (self.end - time.monotonic()) * _SCREENING / 3)))
         self.console.print("\n[bold]Screening[/]: one run of each")
+        again = bool(stored) and self._plain_failed()
         result = run_study(
             rows,
             seeds=[self.base.seed],
@@ -213,6 +214,7 @@ class _Work:
             baseline=PLAIN,
             command=self.command,
             timeout=limit,
+            retry=again,
             console=self.console,
             entries=self.entries,
             planned=True,
@@ -225,11 +227,19 @@ class _Work:
             raise KeyboardInterrupt
         plain = next(run for run in result.findings.runs if run.recipe == PLAIN)
         if plain.status != "ok":
-            raise UserError(
-                f"the plain recipe does not run: {plain.reason or 'the time was over'}. Give more --minutes"
-            )
+            why = plain.reason or "the time was over"
+            if plain.status == "timeout" and self.step:
+                why += f", though its steps took {self.step:.2f} s before: is something else using this machine?"
+            raise UserError(f"the plain recipe did not end: {why} The same command tries again; or give more --minutes")
         self._learn(plain.result, (plain.finished or 0.0) - (plain.started or 0.0))
         return self._screened(rows, facts)
+
+    def _plain_failed(self) -> bool:
+        """Whether an earlier screening is worth nothing, as what it compares with did not run."""
+        with Store(self.out / "screening" / "runs.sqlite", create=False) as store:
+            return any(
+                run.recipe == PLAIN and run.status in ("failed", "timeout", "out_of_memory") for run in store.runs()
+            )
 
     def _screened(self, rows: list[Recipe], facts: dict[str, Any]) -> tuple[list[Recipe], dict[str, str]]:
         """What the screening's store says: the rows worth a study, and why the others are not."""
