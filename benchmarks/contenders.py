@@ -207,7 +207,7 @@ def _bare(recipe: Recipe, steps: int, seed: int) -> Result:
         apply = registry.function(key)
         if "adamw" in key:
             apply(optimizer, **({"model": model} if key == "adamw_8bit" else {}), **kwargs)
-        elif key == "matmul_precision":
+        elif key in ("matmul_precision", "reuse_host_memory"):
             apply(**kwargs)
         else:
             apply(model, **kwargs)

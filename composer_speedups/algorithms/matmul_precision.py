@@ -6,8 +6,8 @@ has cast already is not affected.
 
 **Numerics.** `highest`: true float32. `high`: TF32, inputs rounded to 10 bits of mantissa. `medium`: bf16
 inputs (7 bits) where the hardware has such a product, otherwise as `high`; on CUDA it is TF32. cuDNN follows:
-float32 for `highest`, TF32 otherwise. The evidence holds the error measured on this device against float64:
-about 1e-7 is float32, 3e-4 TF32, 2e-3 bf16.
+float32 for `highest`, TF32 otherwise. The evidence holds the error measured on this device against float64; by
+the number of bits about 1e-7 is to be expected of float32, 3e-4 of TF32, 2e-3 of bf16.
 
 **When it pays.** `high` in any float32 run on an Ampere or newer GPU. `highest` is for honest baselines:
 Composer's Trainer turns TF32 **on** for every GPU, which makes its "fp32" something else.

@@ -1,0 +1,79 @@
+"""Everything that waits for a GPU, as one command of at most eight minutes.
+
+    PYTHONUNBUFFERED=1 python -m benchmarks.gpu --out $OUT
+
+First the numerics of every CUDA path (the tests marked `gpu`: Triton kernels and variable-length attention against
+float64, loss scaling, bitsandbytes, synchronisations, compile), as what is wrong need not be measured. Then each kernel
+against the limits of the device, then whole training runs against the peers, as many repetitions as the time allows.
+What is done is on disk at any moment. Without a GPU it does the same on the CPU, as a rehearsal: the tests are skipped
+then, which is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import limits, peers
+from benchmarks.harness import new_folder
+from composer_speedups.hardware import hardware
+
+_TESTS = 150  # seconds that the tests may take
+_ROOT = Path(__file__).parents[1]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0, help="of all together (default: 8)")
+    parser.add_argument("--batches", type=int, default=30 if hardware() == "cuda" else 2, help="of an epoch")
+    parser.add_argument("--workers", type=int, default=4, help="processes for the tests (default: 4)")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    options = parser.parse_args(arguments)
+    if options.minutes <= 0 or options.batches < 1 or options.workers < 1:
+        parser.error("--minutes, --batches and --workers must be positive")
+    deadline = time.monotonic() + 60 * options.minutes
+    if hardware() != "cuda":
+        print("no GPU here: a rehearsal on the CPU, whose numbers are the CPU's")
+    options.out.mkdir(parents=True, exist_ok=True)
+    passed = _test(options.out / "tests.txt", options.workers, min(_TESTS, 60 * options.minutes / 2))
+    print(limits.run(new_folder("limits", options.out / "limits"), 3, 4 if hardware() == "cuda" else 1, deadline))
+    # A training run that has begun is finished: the last one must begin half a minute before the end.
+    folder = new_folder("peers", options.out / "peers")
+    print(peers.run(folder, 100, options.batches, deadline - 30))
+    print(f"done with {deadline - time.monotonic():.0f} s left; tests: {'passed' if passed else 'FAILED'}")
+    return 0 if passed else 1
+
+
+def _test(log: Path, workers: int, limit: float) -> bool:
+    """Run the tests that need a GPU; whether all that ran passed."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-n",
+        str(workers),
+        "--dist",
+        "worksteal",
+        "-rs",
+        "--color=no",
+    ]
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                command, cwd=_ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=limit, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    lines = log.read_text().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    print("\n".join([*failed, *(lines[-1:] if code is not None else [f"tests: stopped after {limit:.0f} s"])]))
+    return code == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
