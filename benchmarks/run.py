@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import compiling, growth, limits, peers
+from benchmarks import compiling, growth, limits, peers, verdicts
 from benchmarks.harness import new_folder
 from composer_speedups.errors import UserError
 
@@ -25,6 +25,7 @@ PARTS: dict[str, tuple[Callable[..., str], int, int]] = {
     "limits": (limits.run, 5, 6),
     "growth": (growth.run, 3, 3),
     "compiling": (compiling.run, 3, 2),
+    "verdicts": (verdicts.run, 20, 48),  # A/A studies, steps of a run
 }
 
 

@@ -182,13 +182,14 @@ def test_the_same_command_repeats_nothing(tmp_path: Path):
     assert diary(tmp_path / "diary") == ["base-1", "base-2", "base-3", "fast-1", "fast-2", "fast-3"]
 
 
-def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path: Path):
+@pytest.mark.parametrize(("kills", "seeds"), [(8, 2), pytest.param(50, 15, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path: Path, kills: int, seeds: int):
     (tmp_path / "diary").mkdir()
     recipes = [fakes.Recipe(n, seconds=0.2, diary=str(tmp_path / "diary")) for n in ("base", "fast", "slow")]
-    seeds = [1, 2]
+    seeds = list(range(1, seeds + 1))
     rng = random.Random(5)
     kept: set[tuple[str, int]] = set()
-    for _ in range(8):
+    for _ in range(kills):
         process = start(tmp_path / "out", recipes, seeds)
         time.sleep(rng.uniform(0.3, 2.5))
         process.kill()
@@ -204,7 +205,7 @@ def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path: Path):
     assert {(r.recipe, r.seed) for r in result.findings.runs if r.status == "ok"} == {
         (recipe.name, seed) for recipe in recipes for seed in seeds
     }
-    assert len(result.findings.runs) == 6
+    assert len(result.findings.runs) == 3 * len(seeds)
     whole, _ = study(tmp_path / "whole", recipes, seeds)
     drop = {"warmup_steps"}
     for one, other in zip(result.findings.rows, whole.findings.rows, strict=True):

@@ -1,0 +1,103 @@
+"""Are a study's verdicts to be believed? Real trainings whose truth is known.
+
+- A/A: the same recipe under two names, twenty studies of three seeds. It may claim a difference in one of them.
+- A planted slow-down: a recipe that sleeps for a tenth of each step.
+- A planted loss of quality: a recipe whose learning rate is a hundred times what it should be.
+
+The machine may do other things meanwhile: that is what a user's does.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.harness import markdown
+from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.ablation.study import Entries, run_study
+from composer_speedups.recipes import Recipe, load_recipe
+
+__all__ = ["run", "train"]
+
+_SEEDS = (17, 18, 19)
+_SLEEP = 0.1  # of a step
+# Small enough for two seconds a run; large enough to learn something in it.
+_SMALL = (
+    "model.config.num_hidden_layers=2", "model.config.hidden_size=128", "model.config.num_attention_heads=2",
+    "model.config.intermediate_size=512", "task.train_samples=1600", "task.eval_samples=400",
+)  # fmt: skip
+_ENTRIES = Entries(train="benchmarks.verdicts:train", preload=(*PRELOAD, "benchmarks.verdicts"))
+
+
+def train(payload: dict[str, Any], report: Callable[[Any], None]) -> Any:
+    """A study's run, in a fresh process; the recipe named `slept` sleeps in each step."""
+    from composer_speedups.ablation import jobs
+    from composer_speedups.measure import Measurement
+
+    if payload["recipe"]["name"] == "slept":
+        original = Measurement.batch_end
+
+        def batch_end(self: Measurement, state: Any, logger: Any) -> None:
+            began, self._slept_from = getattr(self, "_slept_from", None), time.perf_counter()
+            if began is not None:
+                time.sleep(_SLEEP * (self._slept_from - began))
+                self._slept_from = time.perf_counter()
+            original(self, state, logger)
+
+        Measurement.batch_end = batch_end  # type: ignore[method-assign]  # of this process alone
+    return jobs.train(payload, report)
+
+
+def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> str:
+    """Make `repetitions` A/A studies and the planted ones; return the table. `batches` is the steps of a run."""
+    base = load_recipe("demo/bf16", (*_SMALL, f"duration={batches}ba"), check_arguments=False)
+    lines: list[tuple[str, ...]] = []
+    claims = 0
+    for number in range(repetitions):
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        row = _study(folder, f"aa_{number:02d}", base, _named(base, "the_same"))
+        claim = row["speed_verdict"] != "no difference shown" or row["quality_verdict"] == "quality not shown to hold"
+        claims += claim
+        lines.append(_line(f"A/A {number + 1}", row))
+        print(*lines[-1], sep=" | ", flush=True)
+    slept = _study(folder, "slept", base, _named(base, "slept"))
+    lines.append(_line(f"sleeps for {_SLEEP:.0%} of a step", slept))
+    wild = _named(base, "wild").model_copy(update={"learning_rate": 100 * base.learning_rate})
+    lines.append(_line("a hundred times the learning rate", _study(folder, "wild", base, wild)))
+    right = slept["speed_verdict"] == "slower" and lines[-1][-1] != "quality holds"
+    heading = (
+        f"{len(lines) - 2} A/A studies of {len(_SEEDS)} seeds claimed a difference {claims} times; the planted faults "
+        f"were {'both found' if right else 'NOT both found'}. Runs of {batches} steps of a small BERT."
+    )
+    return markdown(folder, heading, ("study", "speed-up", "interval", "speed", "quality"), lines)
+
+
+def _named(recipe: Recipe, name: str) -> Recipe:
+    return recipe.model_copy(update={"name": name})
+
+
+def _study(folder: Path, name: str, base: Recipe, other: Recipe) -> dict[str, Any]:
+    """The row of `other` in a study against `base`."""
+    console = Console(file=io.StringIO())
+    result = run_study(
+        [_named(base, "base"), other], seeds=_SEEDS, out=folder / "studies" / name, name=name, console=console,
+        entries=_ENTRIES, inspect=False,
+    )  # fmt: skip
+    row = next(row for row in result.findings.rows if row["recipe"] == other.name)
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"study": name} | row, default=str) + "\n")
+    return row
+
+
+def _line(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    interval = row.get("speedup_interval") or ()
+    shown = f"{row['speedup']:.3f}x" if row.get("speedup") else row["status"]
+    between = f"[{', '.join(f'{end:.3f}' for end in interval)}]" if interval else ""
+    return (name, shown, between, row["speed_verdict"], row["quality_verdict"])
