@@ -22,10 +22,10 @@ from composer_speedups.errors import UserError
 if TYPE_CHECKING:
     from composer_speedups.memory import Memory
 
-__all__ = ["Diagnosis", "Finding", "Need", "capabilities", "examine", "memory_need", "sizes", "speedups"]
+__all__ = ["CHOICES", "Diagnosis", "Finding", "Need", "capabilities", "examine", "memory_need", "sizes", "speedups"]
 
 # Arguments of those speed-ups that have no defaults: each choice is a line of its own.
-_CHOICES: dict[str, list[dict[str, Any]]] = {
+CHOICES: dict[str, list[dict[str, Any]]] = {
     "matmul_precision": [{"precision": "high"}, {"precision": "medium"}],
     "mixed_precision": [{"dtype": "bf16"}, {"dtype": "fp16"}],
 }
@@ -188,7 +188,7 @@ def speedups(device: torch.device) -> Iterator[Finding]:
     """Every speed-up of this package, and what it says of this machine."""
     keys = registry.keys()
     for key in keys:
-        for arguments in _CHOICES.get(key, [{}]):
+        for arguments in CHOICES.get(key, [{}]):
             name = key + (f" ({', '.join(map(str, arguments.values()))})" if arguments else "")
             try:
                 reason = registry.build(key, **arguments).unavailable(device)

@@ -151,7 +151,8 @@ def test_finetune_suite_is_the_whole_table_in_its_order() -> None:
 def test_demo_downloads_nothing_but_a_model_and_scales_down_on_a_cpu() -> None:
     for recipe in load_suite("demo", "cuda", check_arguments=False).recipes:
         assert (recipe.task.name, recipe.model.pretrained) == ("docstrings", "auto")
-        assert (recipe.batch_size, recipe.learning_rate) == TABLE[recipe.name][:2]
+        if recipe.name != "finetune/fastest":  # beyond the published table
+            assert (recipe.batch_size, recipe.learning_rate) == TABLE[recipe.name][:2]
         assert (
             recipe.provenance["task.name"].startswith(f"{ROOT}") or "suites/demo.yaml" in recipe.provenance["task.name"]
         )
@@ -161,7 +162,7 @@ def test_demo_downloads_nothing_but_a_model_and_scales_down_on_a_cpu() -> None:
         *("low_precision_norm", "fused_adamw", "bnb_adamw", "adamw_8bit", "fastest"),
     ]
     for recipe in cpu.recipes:
-        assert (recipe.task.name, recipe.model.pretrained, recipe.task.max_length) == ("docstrings", False, 64)
+        assert (recipe.task.name, recipe.model.pretrained, recipe.task.max_length) == ("docstrings", False, 256)
 
 
 def test_lists_quickly_without_torch() -> None:
@@ -800,7 +801,7 @@ def test_override_of_an_argument_is_for_the_rows_that_have_it() -> None:
         ("baseline: finetune/fp32\nrecipes:\n- finetune/fp32\n- finetune/fp23", "mine.yaml:4: unknown recipe"),
         ("baseline: finetune/fp32\nrecipes:\n- finetune/fp32\n- finetune/fp32", "mine.yaml:4: finetune/fp32 is listed"),
         ("baseline: finetune/fp16\nrecipes: [finetune/fp32]", "mine.yaml:1: baseline finetune/fp16 is none of"),
-        ("baseline: fp32\nrecipes: [finetune/fp32]", "mine.yaml:1: baseline: 'fp32' is the name of 3 recipes"),
+        ("baseline: fp32\nrecipes: [finetune/fp32]", "mine.yaml:1: baseline: 'fp32' is the name of 4 recipes"),
         ("baseline: nonsense\nrecipes: [finetune/fp32]", "mine.yaml:1: baseline: unknown recipe 'nonsense'"),
         ("baseline: finetune/fp32\nrecipes: [finetune/fp32]\nrecipe: 3", "mine.yaml:3: unknown key 'recipe'"),
         ("baseline: finetune/fp32\nrecipes: [finetune/fp32]\ncpu: 3", "mine.yaml:3: cpu must be a mapping, got 3"),

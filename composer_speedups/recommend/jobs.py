@@ -27,7 +27,7 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
     found: list[dict[str, Any]] = []
     unavailable: dict[str, str] = {}
     for key in registry.keys():
-        for arguments in doctor._CHOICES.get(key, [{}]):
+        for arguments in doctor.CHOICES.get(key, [{}]):
             cls = registry.speedup_class(key)
             name = ".".join([key, *map(str, arguments.values())])
             try:
