@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Set before torch is imported: no test may reach a hub, and two cores are shared by pytest's workers.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,6 +30,21 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(17)
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> None:
+    """Composer's Trainer leaves handlers that end the process; a test that sends a signal means Python's own."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """`torch.empty` gives NaN: what a faulty kernel leaves out cannot be right by the memory's earlier use."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -141,6 +141,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("tails swapped", BF16)])
 def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     old, new = MUTANTS[name]

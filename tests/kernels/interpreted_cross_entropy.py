@@ -90,6 +90,7 @@ def test_what_cannot_be_is_nan() -> None:
     assert cross_entropy(logits, torch.zeros(5, dtype=torch.long)).isnan()
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("fault", ["one-hot", "scale", "ignored", "maximum"])
 def test_the_check_finds_a_planted_fault(fault: str, monkeypatch) -> None:
     forward, backward = module._forward_kernel, module._backward_kernel

@@ -110,6 +110,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("bias dropped", BF16)])
 def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
     old, new = MUTANTS[name]

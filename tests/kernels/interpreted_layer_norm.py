@@ -165,6 +165,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, FP32) for name in MUTANTS]
