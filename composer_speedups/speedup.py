@@ -44,9 +44,10 @@ class Stage(IntEnum):
     BLOCK = 3  # several modules at once, before single norms and dropouts
     NORM = 4
     HEAD = 5
-    OPTIMIZER = 6
-    COMPILE = 7
-    LOOP = 8
+    RECOMPUTE = 6  # whole blocks, as all of the above left them
+    OPTIMIZER = 7
+    COMPILE = 8
+    LOOP = 9
 
 
 class SpeedUp(Algorithm):

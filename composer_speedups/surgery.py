@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["hooked", "mix_in", "override_methods", "overrides", "same_code", "stock_class", "swap_classes"]
+__all__ = [
+    "hooked",
+    "mix_in",
+    "override_methods",
+    "overrides",
+    "repeated_blocks",
+    "same_code",
+    "stock_class",
+    "swap_classes",
+]
 
 Choose = Callable[[torch.nn.Module], bool]
 
@@ -149,6 +158,26 @@ def stock_class(cls: type) -> type:
     while "_mixture" in vars(cls):
         cls = vars(cls)["_mixture"][1]
     return cls
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The children of the list of equal modules that holds the most parameters: a transformer's layers, in order.
+
+    >>> len(repeated_blocks(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))))
+    2
+    """
+    best: list[torch.nn.Module] = []
+    most = 0
+    for container in model.modules():
+        blocks = list(container.children())
+        if not isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
+            continue
+        size = sum(p.numel() for p in container.parameters())
+        # The last layer may have a mixin of its own (`LastLayerSubset`): it is a block all the same.
+        kinds = {stock_class(type(block)) for block in blocks}
+        if len(kinds) == 1 and size > most and not isinstance(blocks[0], (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            best, most = blocks, size
+    return best
 
 
 def same_code(function: Callable[..., Any], pattern: Callable[..., Any]) -> bool:

@@ -37,7 +37,7 @@ from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, use_cache
 from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import stock_class
+from composer_speedups.surgery import repeated_blocks
 
 __all__ = ["TorchCompile", "apply_torch_compile"]
 
@@ -69,7 +69,7 @@ def apply_torch_compile(
     _check(scope, backend, mode, dynamic, fullgraph, cache_dir)
     if _is_compiled(model):
         return 0
-    targets = _repeated_blocks(model) if scope == "block" else _callables(model)
+    targets = repeated_blocks(model) if scope == "block" else _callables(model)
     if cache_dir is not None:
         use_cache(cache_dir)
     for module in targets:
@@ -204,22 +204,6 @@ def _callables(model: torch.nn.Module) -> list[torch.nn.Module]:
         return [model]
     parts = [part for part in model.children() if next(part.parameters(), None) is not None]
     return [module for part in parts for module in _callables(part)] or [model]
-
-
-def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The children of the list of equal modules that holds the most parameters."""
-    best: list[torch.nn.Module] = []
-    most = 0
-    for container in model.modules():
-        blocks = list(container.children())
-        if not isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
-            continue
-        size = sum(p.numel() for p in container.parameters())
-        # The last layer may have a mixin of its own (`LastLayerSubset`): it is a block all the same.
-        kinds = {stock_class(type(block)) for block in blocks}
-        if len(kinds) == 1 and size > most and not isinstance(blocks[0], CONTAINERS):
-            best, most = blocks, size
-    return best
 
 
 def _compile(module: torch.nn.Module, **options: Any) -> None:
