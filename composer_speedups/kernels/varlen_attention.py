@@ -5,7 +5,8 @@ the kernel that PyTorch carries for jagged tensors, `aten::_flash_attention_forw
 On the CPU each sequence by itself goes through matrix product, softmax and matrix product: its scores fit the
 cache, no padded score is ever computed, and no mask is needed. What lies between the products (scale, softmax,
 dropout) is one pass of C (`varlen_attention.c`); `_softmax` and `_softmax_backward` are its meaning in PyTorch
-operations, with the same dropout masks, and serve other dtypes and machines without a compiler. Elsewhere, and for
+operations, with the same dropout masks, and serve other dtypes and machines without a compiler. In bfloat16, on CPUs
+that multiply it, all of it is C, with the same masks again: `varlen_attention_bf16.py`. Elsewhere, and for
 float32 on CUDA, which has no flash kernel, sequences are padded for `scaled_dot_product_attention` and packed again.
 
 Numerics: that of attention over each sequence alone. On the CPU softmax and dropout are computed in float32 at
@@ -27,6 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from composer_speedups.kernels import varlen_attention_bf16 as bf16
 from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, realised, shape_only
 from composer_speedups.kernels.native import load
 
@@ -111,7 +113,9 @@ def varlen_attention(
         seeds = torch.randint(0, 1 << 32, (2,)) if dropout_p else torch.zeros(2, dtype=torch.int64)
         return _opaque(q, k, v, queries.host, keys.host, seeds, dropout_p, scale)
     seeds = draw_keys() if dropout_p else (0, 0)
-    return _PerSequence.apply(q, k, v, queries.host.tolist(), keys.host.tolist(), seeds, dropout_p, scale)
+    differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    lengths = queries.host.tolist(), keys.host.tolist()
+    return _PerSequence.apply(q, k, v, *lengths, seeds, dropout_p, scale, differentiable)
 
 
 def attention_kernel(q: torch.Tensor) -> str:
@@ -161,19 +165,29 @@ class _PerSequence(torch.autograd.Function):
     """Attention of each sequence by itself, on the CPU."""
 
     @staticmethod
-    def forward(ctx, q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float):
-        ctx.arguments = (queries, keys, seeds, dropout_p, scale)
-        out, blocks = _forward(q, k, v, *ctx.arguments)
-        ctx.save_for_backward(*(x for block in blocks for x in block))
+    def forward(
+        ctx, q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float, differentiable
+    ):
+        ctx.arguments = (queries, keys, dropout_p, scale)
+        ctx.whole = bf16.serves(q, k, v)
+        if ctx.whole:
+            out, saved = bf16.forward(q, k, v, queries, keys, seeds, dropout_p, scale, differentiable)
+        else:
+            out, blocks = _forward(q, k, v, queries, keys, seeds, dropout_p, scale)
+            saved = [x for block in blocks for x in block]
+        ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
-        queries, keys, _, dropout_p, scale = ctx.arguments
-        saved = iter(ctx.saved_tensors)
-        blocks = list(zip(saved, saved, saved, saved, strict=True))
-        return (*_backward(gradient, blocks, queries, keys, dropout_p, scale), *[None] * 5)
+        if ctx.whole:
+            gradients = bf16.backward(gradient, ctx.saved_tensors, *ctx.arguments)
+        else:
+            saved = iter(ctx.saved_tensors)
+            blocks = list(zip(saved, saved, saved, saved, strict=True))
+            gradients = _backward(gradient, blocks, *ctx.arguments)
+        return (*gradients, *[None] * 6)
 
 
 Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -373,7 +387,10 @@ def _opaque(
     dropout_p: float,
     scale: float,
 ) -> torch.Tensor:
-    return _forward(q, k, v, queries.tolist(), keys.tolist(), tuple(seeds.tolist()), dropout_p, scale)[0]
+    arguments = (queries.tolist(), keys.tolist(), tuple(seeds.tolist()), dropout_p, scale)
+    if bf16.serves(q, k, v):
+        return bf16.forward(q, k, v, *arguments, differentiable=False)[0]
+    return _forward(q, k, v, *arguments)[0]
 
 
 @_opaque.register_fake
@@ -394,7 +411,11 @@ def _opaque_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lengths = (queries.tolist(), keys.tolist())
-    _, blocks = _forward(q, k, v, *lengths, tuple(seeds.tolist()), dropout_p, scale)
+    arguments = (*lengths, tuple(seeds.tolist()), dropout_p, scale)
+    if bf16.serves(q, k, v):
+        _, saved = bf16.forward(q, k, v, *arguments, output=False)
+        return bf16.backward(gradient, saved, *lengths, dropout_p, scale)
+    _, blocks = _forward(q, k, v, *arguments)
     return _backward(gradient, blocks, *lengths, dropout_p, scale)
 
 

@@ -1,0 +1,215 @@
+"""Attention over packed sequences in bfloat16 on CPUs with AVX512-BF16: one pass of C each way.
+
+`varlen_attention.py` says what is computed and what serves elsewhere. Here scores never leave float32 nor the cache,
+as in flash attention: products, softmax, dropout and their gradients follow each other over blocks of query rows, and
+heads of sequences are shared among threads with no Python between them. Operands of products are rounded to
+bfloat16, sums are float32, results are rounded once. Kept for backward are q, k, v, exp(score - largest) in bfloat16,
+signed by dropout, and a float for each row. Results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from functools import cache
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from composer_speedups.kernels.fast_dropout import keep_by_torch, plain, realised, shape_only
+from composer_speedups.kernels.native import load
+
+__all__ = ["backward", "forward", "native", "serves"]
+
+log = logging.getLogger("composer_speedups")
+
+Keys = tuple[int, int]
+Saved = tuple[torch.Tensor, ...]
+
+_STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
+_VECTOR = 16  # the width of a head is a multiple of it
+_ROW = 32  # to a multiple of it rows of probabilities are filled up with zeros
+
+
+class _Call(ctypes.Structure):
+    """`Call` of `varlen_attention_bf16.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *((f"{name}_{step}", ctypes.c_int64) for name in "qkv" for step in ("token", "head")),
+        *((name, ctypes.c_void_p) for name in ("queries", "keys")),
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "width")),
+        *((name, ctypes.c_void_p) for name in ("probabilities", "inverse")),
+        *((name, ctypes.c_uint32) for name in ("k0", "k1")),
+        *((name, ctypes.c_int32) for name in ("least", "threads")),
+        *((name, ctypes.c_float) for name in ("scale", "keep")),
+        ("out", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("g_token", "g_head")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv")),
+    )
+
+
+def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether these may be given to `forward`: bfloat16, a width that is a multiple of 16, on such a CPU."""
+    wanted = all(x.is_cpu and x.dtype == torch.bfloat16 and plain(x) for x in (q, k, v))
+    return wanted and q.shape[-1] % _VECTOR == 0 and q.numel() > 0 and native() is not None
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: list[int],
+    keys: list[int],
+    seeds: Keys,
+    dropout_p: float,
+    scale: float,
+    differentiable: bool = True,
+    output: bool = True,
+    library: ctypes.CDLL | None = None,
+) -> tuple[torch.Tensor | None, Saved]:
+    """The output, and what `backward` needs.
+
+    Args:
+        q: [total of `queries`, heads, width].
+        k: [total of `keys`, heads, width].
+        v: [total of `keys`, heads, width].
+        queries: how many tokens of `q` each sequence has.
+        keys: how many tokens of `k` and `v` each sequence has.
+        seeds: two words of 32 bits that make the dropout mask.
+        dropout_p: 0 outside of training.
+        scale: of the scores.
+        differentiable: False keeps nothing for `backward`.
+        output: False computes only what `backward` needs, and returns None for the output.
+        library: the C functions; None is `native()`.
+
+    Returns:
+        [total of `queries`, heads, width], and q, k, v, signed exp(score - largest) with rows filled up to 32, and
+        the inverse of each row's sum of them in float32.
+    """
+    call, alive = _call(q, k, v, queries, keys, dropout_p, scale)
+    call.k0, call.k1 = seeds
+    out, saved = None, ()
+    if output:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if differentiable:
+        heads = q.shape[1]
+        scores = sum(n * -(-m // _ROW) * _ROW for n, m in zip(queries, keys, strict=True))
+        saved = (q, k, v, q.new_empty(heads * scores), q.new_empty(heads * sum(queries), dtype=torch.float32))
+    if shape_only(q):
+        return out, saved
+    if output:
+        call.out = out.data_ptr()
+    if differentiable:
+        call.probabilities, call.inverse = (x.data_ptr() for x in saved[3:])
+    _run((library or native()).forward, call)
+    del alive
+    return out, saved
+
+
+def backward(
+    gradient: torch.Tensor,
+    saved: Saved,
+    queries: list[int],
+    keys: list[int],
+    dropout_p: float,
+    scale: float,
+    library: ctypes.CDLL | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v, from that of the output and what `forward` saved."""
+    q, k, v, probabilities, inverse = saved
+    call, alive = _call(q, k, v, queries, keys, dropout_p, scale)
+    gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if shape_only(q):
+        return gradients
+    if gradient.shape != q.shape or gradient.dtype != q.dtype:
+        raise ValueError(f"the gradient is {tuple(gradient.shape)} in {gradient.dtype}, and must be as q")
+    gradient = _place(call, "gradient", "g", gradient)
+    call.probabilities, call.inverse = probabilities.data_ptr(), inverse.data_ptr()
+    call.dq, call.dk, call.dv = (x.data_ptr() for x in gradients)
+    _run((library or native()).backward, call)
+    del alive
+    return gradients
+
+
+def _call(q, k, v, queries: list[int], keys: list[int], dropout_p: float, scale: float) -> tuple[_Call, object]:
+    """What both functions are told, and what must live until they are done."""
+    heads, width = q.shape[1:]
+    expected = [(sum(queries), heads, width), *[(sum(keys), heads, width)] * 2]
+    if [tuple(x.shape) for x in (q, k, v)] != expected or len(queries) != len(keys):
+        found = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k, v must have the shapes {expected} for lengths of such sums, not {found}")
+    call = _Call(sequences=len(keys), heads=heads, width=width, threads=torch.get_num_threads(), scale=scale)
+    dropped = round(realised(dropout_p) * _STEPS)
+    call.least, call.keep = dropped - _STEPS // 2, _STEPS / (_STEPS - dropped)
+    lengths = [(ctypes.c_int32 * len(x))(*x) for x in (queries, keys)]
+    call.queries, call.keys = (ctypes.addressof(x) for x in lengths)
+    if shape_only(q):
+        return call, lengths
+    return call, (lengths, [_place(call, name, name, x) for name, x in zip("qkv", (q, k, v), strict=True)])
+
+
+def _place(call: _Call, name: str, short: str, x: torch.Tensor) -> torch.Tensor:
+    """Put address and strides of `x`, or of a copy whose last dimension is contiguous, into `call`; return which."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    setattr(call, name, x.data_ptr())
+    setattr(call, f"{short}_token", x.stride(0))
+    setattr(call, f"{short}_head", x.stride(1))
+    return x
+
+
+def _run(function, call: _Call) -> None:
+    if function(ctypes.byref(call)):
+        raise MemoryError("no memory for the attention of the longest sequence")
+
+
+@cache
+def native() -> ctypes.CDLL | None:
+    """The C functions, if this CPU has them and they agree with their meaning in PyTorch operations; None if not."""
+    library = load("varlen_attention_bf16")
+    if library is None or library.forward(ctypes.byref(_Call(threads=1))):  # nothing to do: 0 where they are compiled
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        if agrees(library):
+            return library
+    log.info("kernel varlen_attention_bf16 does not agree with PyTorch: the separate passes serve instead")
+    return None
+
+
+def agrees(library: ctypes.CDLL) -> bool:
+    """Whether `library` does what is meant, on few sequences with all kinds of remainders."""
+    heads, width, p, seeds, scale = 2, 48, 0.1, (7, 9), 0.2
+    queries, keys = [37, 0, 101, 1], [37, 4, 19, 66]
+    sizes = sum(queries), sum(keys), sum(keys), sum(queries)
+    q, k, v, g = (
+        ((torch.arange(n * heads * width) * (0.7 + i)).sin() * 1.5).view(n, heads, width).bfloat16()
+        for i, n in enumerate(sizes)
+    )
+    out, saved = forward(q, k, v, queries, keys, seeds, p, scale, library=library)
+    found = (out, *backward(g, saved, queries, keys, p, scale, library))
+    signs, expected = saved[3].view(torch.int16) < 0, [[] for _ in found]
+    row = element = 0
+    lengths = (queries, keys, keys, queries)
+    for qi, ki, vi, gi in zip(*(x.double().split(n) for x, n in zip((q, k, v, g), lengths, strict=True)), strict=True):
+        shape, padded = (heads, len(qi), len(ki)), -(-len(ki) // _ROW) * _ROW
+        own = ((seeds[0] + element * 0x9E3779B9) % (1 << 32), seeds[1])
+        stays = keep_by_torch(math.prod(shape), own, round(realised(p) * _STEPS)).view(shape)
+        element += (math.prod(shape) + 1) // 2
+        part = signs[row : row + heads * len(qi) * padded].view(heads, len(qi), padded)[..., : len(ki)]
+        row += heads * len(qi) * padded
+        if not torch.equal(part, ~stays):
+            return False
+        qi, ki, vi, gi = (x.transpose(0, 1) for x in (qi, ki, vi, gi))
+        probabilities = (qi @ ki.mT * scale).softmax(-1)
+        factor = stays / (1 - realised(p))
+        through = gi @ vi.mT * factor
+        ds = probabilities * (through - (probabilities * through).sum(-1, keepdim=True)) * scale
+        kept = probabilities * factor
+        for parts, x in zip(expected, (kept @ vi, ds @ ki, ds.mT @ qi, kept.mT @ gi), strict=True):
+            parts.append(x.transpose(0, 1))
+    # Three roundings to bfloat16 on the way to a result, of terms that are no larger than a few times the largest.
+    return all(
+        (x - y).abs().max() <= 0.02 * y.abs().max() for x, y in zip(found, map(torch.cat, expected), strict=True)
+    )
