@@ -190,6 +190,28 @@ def test_resumed_equals_uninterrupted(key: str, scheduler: str, trainer_for, tmp
         assert torch.equal(weights(rest)[name], value), f"{name} differs after resuming"
 
 
+@pytest.mark.parametrize("key", USABLE)
+def test_autoresume_goes_on(key: str, trainer_for, tmp_path) -> None:
+    """Composer's own `autoresume`: the same script again finds the latest checkpoint by itself."""
+
+    def build(folder: str):
+        saving = {"save_folder": str(tmp_path / folder), "save_interval": "1ba", "run_name": "run", "autoresume": True}
+        model = bert(case(key).head, hidden_dropout_prob=0.1)
+        return trainer_for([make(key)], model, case(key).head, max_duration="4ba", **saving)
+
+    whole = build("whole")
+    whole.fit()
+    first = build("parts")  # not before: a Trainer seeds the random numbers of the whole process
+    first.fit(duration="2ba")
+    first.close()
+    rest = build("parts")
+    assert int(rest.state.timestamp.batch) == 2
+    rest.fit()
+    assert int(rest.state.timestamp.batch) == 4
+    for name, value in weights(whole).items():
+        assert torch.equal(weights(rest)[name], value), f"{name} differs after autoresume"
+
+
 # ---- 4. twice is once; contradictions
 
 
