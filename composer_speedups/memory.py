@@ -189,6 +189,8 @@ def free_memory(device: torch.device) -> int | None:
 
 def optimizer_bytes(recipe: Recipe, model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> int:
     """Bytes of the states that the recipe's optimizer will keep for the parameters `trained`."""
+    if "adafactor" in recipe.speedups:
+        return sum(_factored_bytes(parameter) for parameter in trained)
     eight = recipe.speedups.get("adamw_8bit")
     whole: set[int] = set()
     least = math.inf
@@ -207,6 +209,13 @@ def optimizer_bytes(recipe: Recipe, model: torch.nn.Module, trained: Iterable[to
         else:
             total += 8 * count + step
     return total + maps
+
+
+def _factored_bytes(parameter: torch.Tensor) -> int:
+    """Of Adafactor: a mean for each row and each column of a matrix, for each element of a vector; and the step."""
+    shape, count = parameter.shape, parameter.numel()
+    kept = count if parameter.ndim < 2 else count // shape[-1] + count // shape[-2]
+    return kept * parameter.element_size() + 4
 
 
 def tensor_bytes(tensors: Iterable[Any]) -> int:
@@ -346,11 +355,13 @@ def _apply(algorithms: Sequence[Any], state: State, notes: list[str]) -> None:
     for speedup in algorithm_passes(algorithms, Event.INIT):
         if not isinstance(speedup, SpeedUp):
             continue
-        if speedup.stage in (Stage.PRECISION, Stage.ATTENTION, Stage.NORM, Stage.HEAD):
+        if Stage.PRECISION <= speedup.stage <= Stage.RECOMPUTE:
             if (reason := speedup.unavailable(state.device._device)) is not None:
                 notes.append(f"without {speedup.key()}, which cannot be used here: {reason}")
                 continue
             speedup.install(state, logger)
+            if speedup.slot == "loss":  # its kernel needs numbers: a dry run computes the stock loss
+                notes.append(f"without {speedup.key()}, which keeps less: counted with the model's own loss")
         elif speedup.stage is Stage.COMPILE:
             notes.append("counted as not compiled: compiled code usually keeps less")
 
@@ -371,8 +382,10 @@ def _batch(lengths: Sequence[int], width: int, recipe: Recipe, device: torch.dev
 def _during_step(recipe: Recipe, trained: Sequence[torch.Tensor]) -> int:
     """What the optimizer's step needs for itself, beyond weights, gradients and states."""
     sizes = [p.numel() * p.element_size() for p in trained]
-    if "foreach_adamw" in recipe.speedups:
+    if "foreach_adamw" in recipe.speedups or recipe.speedups.get("adafactor", {}).get("foreach"):
         return sum(sizes)  # the denominators of all parameters at once
+    if "adafactor" in recipe.speedups:
+        return max(sizes, default=0)  # the update of one parameter
     if recipe.speedups.keys() & {"fused_adamw", "apex_fused_adamw", "bnb_adamw", "adamw_8bit"}:
         return 0
     return 2 * max(sizes, default=0)

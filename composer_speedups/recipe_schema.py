@@ -124,6 +124,7 @@ class Published(_Fields):
         samples_per_second: training throughput.
         speedup: ratio to the source's own baseline: 1.47 is 47 % faster.
         wallclock_seconds: the whole fine-tuning, with compilation and evaluation as the source counted it.
+        memory_mb: what was taken of the GPU's memory, as the source counted it (with CUDA's own share, or without).
         stable: whether the source called the run stable.
         hardware: what it ran on.
         source: where the figures stand.
@@ -132,6 +133,7 @@ class Published(_Fields):
     samples_per_second: float | None = _field("a positive number", "137", None, gt=0)
     speedup: float | None = _field("a positive ratio", "1.47", None, gt=0)
     wallclock_seconds: float | None = _field("a positive number", "153", None, gt=0)
+    memory_mb: float | None = _field("a positive number", "14949", None, gt=0)
     stable: bool | None = None
     hardware: str | None = None
     source: str | None = None

@@ -23,8 +23,8 @@ from composer_speedups.speedup import Stage
 
 TESTS = Path(__file__).parent
 KEYS = [PLAIN, *USABLE]
-# One rank has one optimizer over whole parameters; bitsandbytes' kernels know no sharded ones.
-REFUSE_FSDP = {"adamw_8bit", "bnb_adamw"}
+# bitsandbytes' kernels know no sharded parameters, and Adafactor needs whole rows and columns.
+REFUSE_FSDP = {"adafactor", "adamw_8bit", "bnb_adamw"}
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -331,6 +331,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "published_samples_per_second": published.get("samples_per_second"),
         "published_speedup": published.get("speedup"),
         "published_wallclock_seconds": published.get("wallclock_seconds"),
+        "published_memory_mb": published.get("memory_mb"),
         "published_stable": published.get("stable"),
     }
 
@@ -398,6 +399,8 @@ def _published_long(row: Row) -> str:
         parts.append(f"{published['speedup']:.2f}x")
     if published.get("wallclock_seconds"):
         parts.append(f"{published['wallclock_seconds']:g} s")
+    if published.get("memory_mb"):
+        parts.append(f"{published['memory_mb']:,.0f} MB")
     if published.get("stable") is False:
         parts.append("not stable")
     return ", ".join(parts)

@@ -1,0 +1,167 @@
+"""Adafactor: AdamW's place taken by an optimizer that keeps a row and a column for each matrix.
+
+**Why it is faster.** It is above all smaller. AdamW keeps two numbers for each weight. Adafactor keeps no first
+moment, and of the second only the means of its rows and of its columns, whose outer product stands for it: of a
+[1024, 4096] matrix 5,120 numbers instead of 8,388,608. The optimizer's state, half of what BERT in fp32 holds before
+the first activation, is as good as gone, and the room can go into a larger batch.
+
+**Numerics.** Another update, not AdamW's, and its path is another one; it learns about as well on transformers. The
+gradient is divided by the root of that outer product, whose decay begins at 0 and goes to 1 with the step `t` as
+`1 - t^-0.8`, and the whole tensor's update is scaled down to a root mean square of 1. There is no momentum.
+*Learning rate*: as an update has at most AdamW's usual size, groups, rates and schedulers stay and mean what they
+meant, with two limits of PyTorch's class: a tensor whose own root mean square is above 1 takes a step larger by that
+factor, and above `1/sqrt(t)` (a rate of 1e-3 after a million steps) the rate is cut. `scale_parameter=True` is the
+paper's own rule, the rate times the root mean square of the weights (but at least 1e-3 of it): raise the rate to
+about 1e-2 for it. *Weight decay* is AdamW's: weights shrink by `lr * weight_decay` a step. `betas` and `eps` have no
+meaning here and are dropped.
+
+**When it pays.** When memory is what limits you and 8-bit state (`AdamW8bit`) is still too much. It is a for-loop of
+about ten operations a tensor that waits for the device twice for each: slower than a fused AdamW. `foreach=True`
+takes fewer launches and a copy of the weights.
+
+**Needs.** PyTorch 2.5; an AdamW or DecoupledAdamW in fp32, bf16 or float64 without AMSGrad; not under FSDP, which
+shards the rows. *Checkpoints*: weights travel; state does not, as a matrix cannot be had back from its rows and
+columns: a checkpoint of another optimizer in mid-training is refused, with the way out. Applied to a running AdamW by
+the function, its second moments are factored and its first dropped.
+
+Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018,
+https://arxiv.org/abs/1804.04235; `torch.optim.Adafactor`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from composer.core import Event, State
+from composer.loggers import Logger
+from torch.optim import Optimizer
+
+from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+from composer_speedups.optimizer_states import read_moments
+from composer_speedups.optimizers import OptimizerSpeedUp, become, describe, torch_groups
+
+__all__ = ["Adafactor", "apply_adafactor"]
+
+# PyTorch takes the square of the first as the least second moment: the paper's 1e-30. Its default, float32's eps, is
+# above the usual second moment of a gradient, so that matrices would get no adaptive rates at all.
+_LEAST = 1e-15
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def apply_adafactor(optimizer: Optimizer, *, scale_parameter: bool = False, foreach: bool = False) -> int:
+    """Make `optimizer`, an AdamW of any kind, `torch.optim.Adafactor`, in place.
+
+    Groups, rates, weight decay, hooks and schedulers stay; of moments already accumulated the second are factored.
+    Returns for how many parameters the update changed; 0 if it was this already.
+
+    Args:
+        optimizer: changed in place.
+        scale_parameter: make the learning rate relative to the root mean square of each tensor.
+        foreach: update lists of tensors: fewer launches, and a copy of the weights in memory.
+
+    Raises:
+        SpeedUpUnavailable: the optimizer uses what Adafactor has not (amsgrad, differentiable, fp16 parameters).
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(64, 64)
+    >>> optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+    >>> apply_adafactor(optimizer), type(optimizer).__name__
+    (2, 'Adafactor')
+    """
+    _check(scale_parameter, foreach)
+    if type(optimizer) is torch.optim.Adafactor:
+        return 0
+    _refuse_unsupported(optimizer)
+    groups = torch_groups(optimizer)
+    for group, old in zip(groups, optimizer.param_groups, strict=True):
+        group.pop("betas", None)
+        group["eps"] = (_LEAST, 1e-3 if scale_parameter else 1.0)
+        group["maximize"] = old.get("maximize", False)
+    template = torch.optim.Adafactor(groups, foreach=foreach)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if state := optimizer.state.pop(parameter, None):
+                template.state[parameter] = _factored(state, group)
+    become(optimizer, template, {})
+    return sum(len(group["params"]) for group in groups)
+
+
+class Adafactor(OptimizerSpeedUp):
+    """Apply `apply_adafactor` at `Event.INIT`.
+
+    Args:
+        scale_parameter: make the learning rate relative to the root mean square of each tensor.
+        foreach: update lists of tensors: fewer launches, and a copy of the weights in memory.
+        no_decay_on_bias_and_norm: take the weight decay off parameters of fewer than two dimensions.
+
+    >>> Adafactor()
+    Adafactor(scale_parameter=False, foreach=False, no_decay_on_bias_and_norm=False)
+    """
+
+    def __init__(
+        self, scale_parameter: bool = False, foreach: bool = False, no_decay_on_bias_and_norm: bool = False
+    ) -> None:
+        super().__init__(no_decay_on_bias_and_norm)
+        _check(scale_parameter, foreach)
+        self.scale_parameter = scale_parameter
+        self.foreach = foreach
+
+    def install(self, state: State, logger: Logger) -> None:
+        if state.fsdp_config is not None:
+            raise SpeedUpUnavailable("adafactor needs whole rows and columns, and FSDP shards them. Use DDP.")
+        if state.optimizers and type(state.optimizers[0]) is torch.optim.Adafactor:
+            before = describe(state.optimizers[0])
+            self.report(logger, 0, f"the optimizer is {before} already", optimizer=before)
+            return
+        super().install(state, logger)
+
+    def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:
+        return apply_adafactor(optimizer, scale_parameter=self.scale_parameter, foreach=self.foreach)
+
+    def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.BEFORE_LOAD:
+            super().on_event(event, state, logger)
+            return
+        optimizer = state.optimizers[0]
+        if type(optimizer) is not torch.optim.Adafactor:  # there was no AdamW to change
+            return
+        known = [bool(values.keys() & {"row_var", "variance"}) for values in optimizer.state.values()]
+        if state.timestamp.batch.value and not (known and all(known)):
+            raise ConflictError(
+                f"the checkpoint {state.load_path} holds no state of {describe(optimizer)}: it was saved with another "
+                "optimizer, whose moments cannot be told from rows and columns, nor these from them. Go on with that "
+                "optimizer, or load the weights alone with load_weights_only=True."
+            )
+        for group in optimizer.param_groups:  # a file of ours may have been written with another implementation
+            group["foreach"] = self.foreach
+
+
+def _check(scale_parameter: Any, foreach: Any) -> None:
+    for name, value in (("scale_parameter", scale_parameter), ("foreach", foreach)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be true or false, got {value!r}")
+
+
+def _refuse_unsupported(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for flag in ("amsgrad", "differentiable"):
+            if group.get(flag):
+                raise SpeedUpUnavailable(f"Adafactor has no {flag}=True, which your AdamW sets. Unset it.")
+        for parameter in group["params"]:
+            if parameter.dtype not in _DTYPES:
+                raise SpeedUpUnavailable(
+                    f"Adafactor's least second moment, 1e-30, is none in {parameter.dtype}. Keep the parameters in "
+                    "float32, and let mixed_precision compute in 16 bits."
+                )
+
+
+def _factored(state: dict[str, Any], group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Adam's state of one parameter as Adafactor's: the mean square of the gradients, by rows and columns."""
+    moments = read_moments(state, group)
+    # Adam's running mean begins at 0 and is short of the true mean by this; Adafactor's begins at the first gradient.
+    square = moments.exp_avg_sq / (1 - group["betas"][1] ** max(moments.step, 1))
+    new = {"step": torch.tensor(float(moments.step), dtype=torch.float32)}
+    if square.ndim < 2:
+        return new | {"variance": square}
+    return new | {"row_var": square.mean(-1, keepdim=True), "col_var": square.mean(-2, keepdim=True)}
