@@ -6,6 +6,7 @@ seconds of every step (from the end of one step to the end of the next) and the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -211,7 +212,14 @@ def _bare(recipe: Recipe, steps: int, seed: int) -> Result:
             apply(**kwargs)
         else:
             apply(model, **kwargs)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / max(1, steps // 10)))
+    warmup = max(1, steps // 10)
+
+    def factor(step: int) -> float:  # linear warm-up, then cosine, as the others have it
+        if step < warmup:
+            return step / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     sampler = DistributedSampler(task.train, 1, 0, seed=seed, drop_last=True)
     loader = DataLoader(task.train, recipe.batch_size, sampler=sampler, collate_fn=task.collate_train)
     clock, losses = _Clock(), []
