@@ -122,3 +122,16 @@ def test_reuse_is_refused_beside_train_metrics(make_trainer) -> None:
     model = HuggingFaceModel(masked_lm(), metrics=[LanguageCrossEntropy()])
     with pytest.raises(SpeedUpUnavailable, match="train metrics"):
         make_trainer([FusedCrossEntropy(reuse_logits=True)], model=model)
+
+
+def test_a_dry_run_counts_with_the_stock_loss() -> None:
+    """The kernel needs numbers: `memory.predict` says that it was left out, and how much the stock loss keeps."""
+    from composer_speedups.memory import predict
+    from composer_speedups.recipes import load_recipe
+
+    small = ["model.pretrained=false", "batch_size=4", "task.max_length=32", "model.config={num_hidden_layers: 1}"]
+    small += ["speedups.mixed_precision.dtype=bf16"]  # CPUs can
+    recipes = [load_recipe("mlm/amp", [*small, *more]) for more in ([], ["speedups.fused_cross_entropy={}"])]
+    stock, fused = (predict(recipe) for recipe in recipes)
+    assert fused.activations == stock.activations
+    assert [note for note in fused.notes if "fused_cross_entropy" in note] and not stock.notes
