@@ -95,7 +95,9 @@ def test_two_ranks_train_as_one_with_the_joint_batch(strategy: str, key: str, on
     # it, as Adam's first steps are lr * sign(g). Seen: 2e-7 in float32, 6e-4 in bf16.
     assert two["losses"] == pytest.approx(one["losses"], rel=2**-8 if bf16 else 1e-5)
     error = float((two["weights"] - one["weights"]).norm()) / one["moved"]
-    assert error < (0.3 if bf16 else 0.02)
+    # Adafactor has no eps that hides a gradient that is zero but for roundings, as that of a key's bias: it takes a
+    # whole step in the roundings' direction. Seen: 0.06.
+    assert error < (0.3 if bf16 else 0.12 if key == "adafactor" else 0.02)
 
 
 @pytest.mark.filterwarnings("ignore:The tokenizer was not provided")

@@ -32,11 +32,14 @@ def isolation():
         yield made
 
 
+SIZES = ("batch_size=32", "task.train_samples=1152")  # what the figures below are about
+
+
 def search(out: Path, isolation: Isolation | None = None, recipe: str = "demo/bf16", overrides=(), **options):
     """`tune` with fake tries; what it printed comes with the result."""
     console = Console(file=io.StringIO(), width=140)
     base = load_recipe(recipe, check_arguments=False)
-    loaded = load_recipe(recipe, ["duration=2ep", *overrides], check_arguments=False)
+    loaded = load_recipe(recipe, [*SIZES, "duration=2ep", *overrides], check_arguments=False)
     settings = Settings(**options)
     result = tune(
         loaded,
@@ -321,7 +324,7 @@ def test_rows_are_tuned_once_and_what_cannot_run_stays(tmp_path: Path, monkeypat
     diary = tmp_path / "diary"
     monkeypatch.setenv("TUNING_DIARY", str(diary))
     names = ("demo/fp32", "demo/bf16", "demo/fp16")
-    recipes = [load_recipe(name, ["duration=1ep"], check_arguments=False) for name in names]
+    recipes = [load_recipe(name, [*SIZES, "duration=1ep"], check_arguments=False) for name in names]
     console = Console(file=io.StringIO())
     settings = Settings(samples=6000, trials=3)
     options = {"console": console, "entries": fakes.ENTRIES}
