@@ -147,7 +147,11 @@ def test_checkpoints_load_without_the_speed_up_and_with_it(key: str, trainer_for
     for name, value in weights(with_it).items():
         assert torch.equal(weights(plain)[name], value), name
     fast = trainer_for(
-        [make(key)], bert(head), head, load_path=str(tmp_path / "without/ep0-ba4-rank0.pt"), load_weights_only=other_state
+        [make(key)],
+        bert(head),
+        head,
+        load_path=str(tmp_path / "without/ep0-ba4-rank0.pt"),
+        load_weights_only=other_state,
     )
     for name, value in weights(without).items():
         assert torch.equal(weights(fast)[name], value), name
@@ -434,7 +438,9 @@ def test_microbatches_give_the_update_of_the_full_batch(key: str, trainer_for) -
         updates = []
 
         def keep(optimizer, *_, updates=updates):
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for g in optimizer.param_groups for p in g["params"]]
+            grads = [
+                torch.zeros_like(p) if p.grad is None else p.grad for g in optimizer.param_groups for p in g["params"]
+            ]
             updates.append(torch.cat([g.double().flatten() for g in grads]))
 
         trainer.state.optimizers[0].register_step_post_hook(keep)  # afterwards Composer clears them
