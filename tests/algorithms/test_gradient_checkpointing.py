@@ -229,7 +229,7 @@ def test_a_decoder_that_keeps_a_cache_by_default(every: int) -> None:
     data = batch() | {"labels": torch.zeros(6, dtype=torch.long)}
     with_cache, without = step(plain, data)[0], step(plain, data | {"use_cache": False})
     gradients, kept = step(twin, data)
-    assert equal(gradients, without[0])
+    assert every > 1 or equal(gradients, without[0])  # every other block still fills its cache
     for found, expected in zip(gradients, with_cache, strict=True):  # a cache copies keys: attention rounds otherwise
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
     assert kept < without[1] / (3 if every == 1 else 1.5)
@@ -237,9 +237,8 @@ def test_a_decoder_that_keeps_a_cache_by_default(every: int) -> None:
     plain.eval()
     ids = data["input_ids"][:, :4]
     caches = [model(input_ids=ids, use_cache=True).past_key_values for model in (plain, twin)]
-    assert caches[0][0][0].shape == caches[1][0][0].shape, "asked for in evaluation, it is filled, gradients or not"
     lengths = [cache.get_seq_length() if hasattr(cache, "get_seq_length") else cache[0][0].shape[2] for cache in caches]
-    assert lengths == [4, 4]
+    assert lengths == [4, 4], "asked for in evaluation, it is filled once, gradients or not"
 
 
 def test_a_cache_with_something_in_it_is_refused() -> None:
