@@ -83,8 +83,8 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(memory, "free_memory", lambda device: need.memory.peak - 1)
     assert main(["doctor", "--recipe", "demo/fp32"]) == 0
     text = capsys.readouterr().out
-    assert "bert-base-uncased, batch 16 of 256 tokens, demo/fp32" in text
-    assert "does not fit; the largest batch that would: 8" in text
+    assert "bert-base-uncased, batch 32 of 128 tokens, demo/fp32" in text
+    assert "does not fit; the largest batch that would: 24" in text
     monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
     assert not memory_need(recipe="demo/fp32", batch=2).fits
     assert main(["doctor", "--recipe", "demo/fp32"]) == 0

@@ -162,7 +162,7 @@ def test_demo_downloads_nothing_but_a_model_and_scales_down_on_a_cpu() -> None:
         *("low_precision_norm", "fused_adamw", "bnb_adamw", "adamw_8bit", "fastest"),
     ]
     for recipe in cpu.recipes:
-        assert (recipe.task.name, recipe.model.pretrained, recipe.task.max_length) == ("docstrings", False, 256)
+        assert (recipe.task.name, recipe.model.pretrained, recipe.task.max_length) == ("docstrings", False, 128)
 
 
 def test_lists_quickly_without_torch() -> None:

@@ -34,7 +34,7 @@ def test_recipes_with_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert "To run: 4 runs" in text and "bf16" in text
     assert main(["report", "out"]) == 0
-    assert "256 tokens padded" in capsys.readouterr().out
+    assert "128 tokens padded" in capsys.readouterr().out
 
 
 def test_a_suite_goes_to_its_own_folder(tmp_path: Path):
