@@ -14,7 +14,8 @@ from benchmarks.harness import Entry, Rows, interleaved, markdown, ratios, sprea
 
 __all__ = ["run"]
 
-_LAYERS = 12
+_LAYERS, _BATCH = 12, 8
+_SIZES = (f"model.config.num_hidden_layers={_LAYERS}", f"batch_size={_BATCH}")
 
 
 def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> str:
@@ -38,8 +39,8 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
     ]
     head = ("", "seconds compiling", "first step, seconds", f"against {base}", "samples/s afterwards")
     heading = (
-        f"{repetitions} repetitions, each run in a fresh process; BERT of {_LAYERS} layers and the sizes of its "
-        "recipe; median [lowest, highest]; ratios of the seconds within each repetition."
+        f"{repetitions} repetitions, each run in a fresh process; cpu/bf16 with {_LAYERS} layers and batch "
+        f"{_BATCH}; median [lowest, highest]; ratios of the seconds within each repetition."
     )
     return markdown(folder, heading, head, body)
 
@@ -47,10 +48,10 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
 def _entries(cache: str) -> dict[str, Entry]:
     def entry(scope: str) -> Entry:
         compile = f"speedups.torch_compile={{scope: {scope}, cache_dir: '{cache}/{scope}'}}"
-        return Entry("ours", "cpu/bf16", (f"model.config.num_hidden_layers={_LAYERS}", "batch_size=8", compile))
+        return Entry("ours", "cpu/bf16", (*_SIZES, compile))
 
     return {
-        "not compiled": Entry("ours", "cpu/bf16", (f"model.config.num_hidden_layers={_LAYERS}", "batch_size=8")),
+        "not compiled": Entry("ours", "cpu/bf16", _SIZES),
         "whole model, cold": entry("model"),
         "whole model, warm": entry("model"),
         "block, cold": entry("block"),

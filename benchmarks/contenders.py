@@ -15,6 +15,7 @@ import torch
 
 from composer_speedups import registry
 from composer_speedups.recipes import Recipe
+from composer_speedups.speedup import algorithm_passes
 from composer_speedups.tasks import build_model, build_task
 
 __all__ = ["CONTENDERS", "measure"]
@@ -194,6 +195,7 @@ def _composer(recipe: Recipe, steps: int, seed: int, algorithms: tuple[Any, ...]
 
 def _bare(recipe: Recipe, steps: int, seed: int) -> Result:
     """A loop of ten lines with the kernels of the recipe's speed-ups: what remains is what the training loop costs."""
+    from composer.core import Event
     from torch.utils.data import DataLoader, DistributedSampler
 
     task, model = _make(recipe, seed)
@@ -203,7 +205,7 @@ def _bare(recipe: Recipe, steps: int, seed: int) -> Result:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
-    for algorithm in recipe.algorithms():
+    for algorithm in algorithm_passes(recipe.algorithms(), Event.INIT):
         key, kwargs = algorithm.key(), dict(recipe.speedups[algorithm.key()])
         apply = registry.function(key)
         if "adamw" in key:

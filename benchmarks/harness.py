@@ -1,7 +1,7 @@
 """What all benchmarks share: interleaved runs in fresh processes, one line of JSON for each, a table and a plot.
 
-A folder of results holds `environment.json`, `rows.jsonl`, `table.md` and `plot.png`. It is written once and never
-edited: a second run needs another folder.
+A folder of results holds `environment.json`, `entries.json`, `rows.jsonl`, `table.md` and `plot.png`. It is written once
+and never edited: a second run needs another folder.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def interleaved(
     # A run's interpreter does not look into the current folder.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.getenv("PYTHONPATH")]))
     recipes = {name: _shortened(entry, batches) for name, entry in entries.items()}
+    write_entries(entries, recipes, folder)
     rows, names = [], list(entries)
     with Isolation("benchmarks.contenders:measure", (*PRELOAD, "benchmarks.contenders")) as isolation:
         for repetition in range(repetitions):
@@ -103,6 +104,15 @@ def interleaved(
                 shown = f"{speed:.1f} samples/s" if speed else f"{outcome.status}: {outcome.reason}"
                 print(f"[{len(rows)}/{len(names) * repetitions}] {name}: {shown}", file=sys.stderr, flush=True)
     return rows
+
+
+def write_entries(entries: Mapping[str, Entry], recipes: Mapping[str, Recipe], folder: Path) -> None:
+    """Write `entries.json`: by its name in the table, who did what, with batch, learning rate and all else resolved."""
+    facts = {
+        name: {"contender": entry.contender, "arguments": dict(entry.arguments), "recipe": recipes[name].to_dict()}
+        for name, entry in entries.items()
+    }
+    (folder / "entries.json").write_text(json.dumps(facts, indent=1, default=str))
 
 
 def median(rows: Rows, entry: str, value: Callable[[dict[str, Any]], float | None]) -> float | None:
@@ -137,6 +147,7 @@ def markdown(folder: Path, heading: str, head: Sequence[str], body: Sequence[Seq
 
 
 def _shortened(entry: Entry, batches: int) -> Recipe:
+    """The entry's recipe, with an epoch of `batches` batches."""
     recipe = load_recipe(entry.recipe, entry.overrides, check_arguments=False)
     task = recipe.task.model_copy(update={"train_samples": batches * recipe.batch_size})
     return recipe.model_copy(update={"task": task})

@@ -18,7 +18,8 @@ from composer_speedups.recipes import load_recipe
 from composer_speedups.training import run
 
 TINY = [
-    "task={name: dummy, max_length: 32, mean_length: 16, length_std: 6, vocabulary: 256, train_samples: 64, eval_samples: 16}",
+    "task={name: dummy, max_length: 32, mean_length: 16, length_std: 6, vocabulary: 256, train_samples: 64, "
+    "eval_samples: 16}",
     "model.config={num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2, intermediate_size: 64, "
     "hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0}",
     "batch_size=8",

@@ -109,7 +109,9 @@ class Adafactor(OptimizerSpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         if state.fsdp_config is not None:
-            raise SpeedUpUnavailable("adafactor needs whole rows and columns, and FSDP shards them. Use fused_adamw, or DDP.")
+            raise SpeedUpUnavailable(
+                "adafactor needs whole rows and columns, and FSDP shards them. Use fused_adamw, or DDP."
+            )
         if state.optimizers and type(state.optimizers[0]) is torch.optim.Adafactor:
             before = describe(state.optimizers[0])
             self.report(logger, 0, f"the optimizer is {before} already", optimizer=before)

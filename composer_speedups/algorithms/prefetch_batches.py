@@ -2,8 +2,7 @@
 
 **Why it is faster.** Composer copies a batch to the GPU when its step begins, on the stream that computes: the
 copies are queued behind the last step's kernels and ahead of this step's. Copied one step early on a stream of
-their own, from page-locked memory, they run beside the computation, and a loader that is late for once is noticed
-a step later.
+their own, from page-locked memory, they run beside the computation.
 
 **Numerics.** None: the same batches in the same order, bit for bit, also after resuming.
 
@@ -20,6 +19,7 @@ Source: NVIDIA Apex's `data_prefetcher`; "overlap data transfers" in NVIDIA's CU
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class PrefetchBatches(SpeedUp):
             count = apply_prefetch_batches(loader, state.device._device)
             self.report(logger, count, "the train dataloader has no workers: use DataLoader(num_workers=2)")
         elif isinstance(loader, _Prefetching):
-            loader.__class__ = type(loader).__mro__[2]
+            loader.__class__ = type(loader).__bases__[1]
 
 
 class _Prefetching(DataLoader):
@@ -134,12 +134,6 @@ class _Sender:
         return batch
 
 
-class _Plain:
-    """What `Device.batch_to_device` needs of `self`."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.tensor_to_device = function
-
-
 def _map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return Device.batch_to_device(_Plain(function), batch)  # type: ignore[arg-type]  # nested as Composer nests
+    """`batch` with `function` applied to its tensors, nested as Composer nests."""
+    return Device.batch_to_device(SimpleNamespace(tensor_to_device=function), batch)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class _Transfer:
         self._train_metrics = train_metrics
         self._counting, self._loss, self._microbatches = _codes()
         self._delayed = _Delayed() if delayed_loss else None
-        self.plain = _Plain(self._send)
+        self.plain = SimpleNamespace(tensor_to_device=self._send)  # all that `Device`'s other methods need of `self`
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         asking = sys._getframe(1).f_code
@@ -123,13 +123,6 @@ class _Transfer:
         if type(moved) is dict and sys._getframe(1).f_code is self._microbatches and not self._train_metrics():
             return _Batch(moved)
         return moved
-
-
-class _Plain:
-    """What the methods of `Device` that move many tensors need of `self`."""
-
-    def __init__(self, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.tensor_to_device = send
 
 
 class _Batch(dict):
