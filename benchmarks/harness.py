@@ -1,7 +1,7 @@
 """What all benchmarks share: interleaved runs in fresh processes, one line of JSON for each, a table and a plot.
 
-A folder of results holds `environment.json`, `entries.json`, `rows.jsonl`, `table.md` and `plot.png`. It is written once
-and never edited: a second run needs another folder.
+A folder of results holds `environment.json`, `entries.json`, `rows.jsonl`, `table.md` and `plot.png`. It is written
+once and never edited: a second run needs another folder.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def test_training_goes_on_as_it_would_have(source, target, runs, tmp_path) -> No
     optimizer = resumed.state.optimizers[0]
     assert {int(s["step"]) for s in optimizer.state.values()} == {4}
     # Two more steps, each a few roundings of the update and one of the weight; where a gradient is nearly 0 (as of
-    # attention's key bias) they decide its sign, hence 1e-3 of the path and not 1e-6. With 8 bits on one side, half the codes' gap
-    # of the largest moments, about 1 % in the mean; small moments are off by more.
+    # attention's key bias) they decide its sign, hence 1e-3 of the path and not 1e-6. With 8 bits on one side, half the
+    # codes' gap of the largest moments, about 1 % in the mean; small moments are off by more.
     bound = 0.1 if "adamw_8bit" in (source, target) else 1e-3
     assert distance(runs[source][1], resumed, runs[source][0]) < bound
 

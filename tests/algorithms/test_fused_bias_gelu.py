@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier
+from interpreter import check_in_the_interpreter
 
 from composer_speedups import FusedBiasGELU, apply_fused_bias_gelu
 from composer_speedups.algorithms import fused_bias_gelu as module
@@ -18,12 +16,7 @@ HERE = Path(__file__).parent
 
 
 def test_with_the_real_kernel_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    file = str(HERE / "interpreted_fused_bias_gelu.py")
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", file]
-    run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "skipped" not in run.stdout, run.stdout[-500:]
+    check_in_the_interpreter(HERE / "interpreted_fused_bias_gelu.py")
 
 
 @pytest.fixture

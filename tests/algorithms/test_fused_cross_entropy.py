@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import check_in_the_interpreter
 
 from composer_speedups import FusedCrossEntropy, apply_fused_cross_entropy
 from composer_speedups.errors import SpeedUpUnavailable
@@ -17,11 +15,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", str(HERE / "interpreted_fused_cross_entropy.py")]
-    run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "skipped" not in run.stdout, run.stdout[-500:]
+    check_in_the_interpreter(HERE / "interpreted_fused_cross_entropy.py")
 
 
 @without_cuda

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -10,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from composer.algorithms.warnings import NoEffectWarning
+from interpreter import check_in_the_interpreter
 
 from composer_speedups import FusedLayerNorm, apply_fused_layer_norm
 from composer_speedups.algorithms import fused_layer_norm as module
@@ -22,11 +21,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_with_the_real_kernel_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    file = str(HERE / "interpreted_fused_layer_norm.py")
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", file]
-    run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    check_in_the_interpreter(HERE / "interpreted_fused_layer_norm.py")
 
 
 @pytest.fixture

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import triton
 from bias_gelu_check import case, check
+from interpreter import check_in_the_interpreter
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -23,11 +21,7 @@ NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", str(HERE / "interpreted_bias_gelu.py")]
-    run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "skipped" not in run.stdout, run.stdout[-500:]
+    check_in_the_interpreter(HERE / "interpreted_bias_gelu.py")
 
 
 @pytest.mark.parametrize("capability", [80, 90])

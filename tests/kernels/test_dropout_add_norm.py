@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 import triton
 from dropout_add_norm_check import EPS, case, check, kept
+from interpreter import check_in_the_interpreter
 from test_fast_dropout_kernel import check_bits
 from torch.utils.checkpoint import checkpoint
 from triton.backends.compiler import GPUTarget
@@ -256,6 +256,7 @@ MUTANTS = {
 
 
 @pytest.mark.skipif(module.native() is None, reason="no C compiler on this machine")
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("bias dropped", BF16)])
 def test_check_finds_planted_faults_in_c(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
     old, new = MUTANTS[name]
@@ -278,11 +279,7 @@ def test_check_finds_planted_faults_in_c(name: str, dtype: torch.dtype, tmp_path
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", str(HERE / "interpreted_dropout_add_norm.py")]
-    run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "skipped" not in run.stdout, run.stdout[-500:]
+    check_in_the_interpreter(HERE / "interpreted_dropout_add_norm.py")
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -354,6 +354,7 @@ def compiled(folder: Path, old: str = "", new: str = "", *flags: str) -> ctypes.
 
 
 @needs_cpu
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_faults_in_c_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = compiled(tmp_path, *MUTANTS[name])
