@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from composer_speedups import registry
+from composer_speedups.compilation import compile_statistics
 from composer_speedups.recipes import Recipe
 from composer_speedups.speedup import algorithm_passes
 from composer_speedups.tasks import build_model, build_task
@@ -193,8 +194,13 @@ def _composer(recipe: Recipe, steps: int, seed: int, algorithms: tuple[Any, ...]
     return {"seconds": clock.seconds, "losses": losses}
 
 
-def _bare(recipe: Recipe, steps: int, seed: int) -> Result:
-    """A loop of ten lines with the kernels of the recipe's speed-ups: what remains is what the training loop costs."""
+def _bare(recipe: Recipe, steps: int, seed: int, compile_cache: str | None = None) -> Result:
+    """A loop of ten lines with the kernels of the recipe's speed-ups: what remains is what the training loop costs.
+
+    With `compile_cache` the whole model is compiled, as PyTorch does it by itself, with the cache in that folder.
+    """
+    import os
+
     from composer.core import Event
     from torch.utils.data import DataLoader, DistributedSampler
 
@@ -214,6 +220,9 @@ def _bare(recipe: Recipe, steps: int, seed: int) -> Result:
             apply(**kwargs)
         else:
             apply(model, **kwargs)
+    if compile_cache is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
+        model.compile()
     warmup = max(1, steps // 10)
 
     def factor(step: int) -> float:  # linear warm-up, then cosine, as the others have it
@@ -234,7 +243,8 @@ def _bare(recipe: Recipe, steps: int, seed: int) -> Result:
         optimizer.zero_grad()
         losses.append(loss.item())
         clock.tick()
-    return {"seconds": clock.seconds, "losses": losses}
+    seconds = compile_statistics()["compile_seconds"] if compile_cache is not None else None
+    return {"seconds": clock.seconds, "losses": losses, "compile_seconds": seconds}
 
 
 def _forever(loader: Any, steps: int) -> Iterator[Any]:

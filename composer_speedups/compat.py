@@ -19,6 +19,7 @@ import transformers
 from composer_speedups.errors import SpeedUpUnavailable
 
 __all__ = [
+    "INDUCTOR_PRECOMPILES",
     "CompileCounters",
     "Float32Precision",
     "announce_sdpa",
@@ -248,6 +249,9 @@ def write_float32_precision(saved: Float32Precision) -> None:
 
 
 # --- what torch.compile did ---------------------------------------------------------------------------
+
+# Whether Inductor precompiles the headers of its C++ kernels by itself: since 2.8.
+INDUCTOR_PRECOMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 @dataclass(frozen=True)

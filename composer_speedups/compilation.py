@@ -64,6 +64,11 @@ def check_backend(backend: str, mode: str | None) -> None:
 def use_cache(cache_dir: str) -> None:
     """Let this process, from now on, keep Inductor's code in `cache_dir` and find there what others left."""
     folder = Path(cache_dir).expanduser().absolute()
+    if len(str(folder).split()) > 1 and not torch.cuda.is_available():
+        raise SpeedUpUnavailable(
+            f"cache_dir={cache_dir!r}: Inductor's calls of the C++ compiler break at the space in {str(folder)!r}. "
+            "Name another folder"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -71,12 +76,12 @@ def use_cache(cache_dir: str) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SpeedUpUnavailable(f"cache_dir={cache_dir!r} cannot be written to. Name another folder")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    import torch._functorch.config
-    import torch._inductor.config
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
 
     # Both are on by default; a user who names a folder wants them on in any case.
-    torch._inductor.config.fx_graph_cache = True
-    torch._functorch.config.enable_autograd_cache = True
+    inductor.fx_graph_cache = True
+    functorch.enable_autograd_cache = True
 
 
 def missing_tools(device: torch.device) -> str | None:

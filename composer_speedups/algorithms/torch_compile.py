@@ -33,6 +33,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
 
+from composer_speedups import inductor_cpp
 from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, use_cache
 from composer_speedups.errors import ConflictError
@@ -72,6 +73,8 @@ def apply_torch_compile(
     targets = repeated_blocks(model) if scope == "block" else _callables(model)
     if cache_dir is not None:
         use_cache(cache_dir)
+    if targets and backend == "inductor" and not torch.cuda.is_available():
+        inductor_cpp.prepare()
     for module in targets:
         _compile(module, backend=backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph)
     return len(targets)

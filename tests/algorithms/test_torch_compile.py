@@ -273,6 +273,9 @@ def test_wrong_types(arguments: dict[str, object]) -> None:
 def test_a_cache_folder_that_cannot_be(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     model = torch.nn.Linear(2, 2)
+    if not torch.cuda.is_available():
+        with pytest.raises(SpeedUpUnavailable, match=r"break at the space in '.*/my cache'\. Name another"):
+            apply_torch_compile(torch.nn.Linear(4, 4), cache_dir=str(tmp_path / "my cache"))
     with pytest.raises(SpeedUpUnavailable, match=r"cannot be made: .*Name another"):
         apply_torch_compile(model, cache_dir=str(tmp_path / "file" / "cache"))
     assert model._compiled_call_impl is None

@@ -1,0 +1,117 @@
+"""Each in a process of its own: what Inductor was told, and which instructions it picked, stay in a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_speedups.compat import INDUCTOR_PRECOMPILES
+from composer_speedups.inductor_cpp import _write
+
+pytestmark = pytest.mark.skipif(
+    not shutil.which("g++") or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="no g++, or a CPU without AVX2",
+)
+
+SCRIPT = """
+import json, os, subprocess, sys
+import torch
+from composer_speedups import apply_torch_compile, inductor_cpp
+from composer_speedups.compilation import use_cache
+
+started, popen = [], subprocess.Popen.__init__
+def record(self, args, *rest, **more):
+    started.append(args if isinstance(args, str) else " ".join(map(str, args)))
+    popen(self, args, *rest, **more)
+subprocess.Popen.__init__ = record
+
+use_cache(sys.argv[1])
+if "OWN_WAY" in os.environ:
+    inductor_cpp.prepare = lambda: None
+thread = inductor_cpp.prepare()
+if thread is not None:
+    thread.join()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64))
+x = torch.randn(8, 64)
+expected = model(x)
+if len(sys.argv) > 2:
+    apply_torch_compile(model)
+    torch.testing.assert_close(model(x), expected)
+from torch._inductor import config, cpu_vec_isa
+print(json.dumps({
+    "ok": config.cpp.vec_isa_ok, "isa": str(cpu_vec_isa.pick_vec_isa()), "thread": thread is not None,
+    "again": inductor_cpp.prepare() is not None,
+    "probes": sum("cdll.LoadLibrary" in line for line in started),
+}))
+"""
+
+
+def run(cache: Path, *compile: str, **environment: str) -> dict:
+    full = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"} | environment
+    full.pop("TORCHINDUCTOR_VEC_ISA_OK", None)
+    full |= environment
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(cache), *compile], env=full, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_fewer_probes_and_the_same_instructions(tmp_path: Path) -> None:
+    probed = run(tmp_path / "own_way", "compile", OWN_WAY="1")
+    found = run(tmp_path / "spared", "compile")
+    assert (probed["ok"], found["ok"]) == (None, True)
+    assert found["isa"] == probed["isa"]
+    assert found["probes"] <= probed["probes"] / 2 and (found["probes"] == 0 or INDUCTOR_PRECOMPILES)
+    assert found["thread"] != INDUCTOR_PRECOMPILES
+    assert not found["again"]
+
+
+@pytest.mark.skipif(INDUCTOR_PRECOMPILES, reason="torch 2.8 and later precompile by themselves")
+def test_kernels_take_the_precompiled_header(tmp_path: Path) -> None:
+    # `-H` names the files that a compilation reads; one that was precompiled is marked with "!".
+    tool = tmp_path / "g++"
+    tool.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -H 2>>{tmp_path}/read\n')
+    tool.chmod(0o755)
+    run(tmp_path / "cache", "compile", CXX=str(tool))
+    (header,) = (tmp_path / "cache").glob("*/*.gch")
+    assert header.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    assert f"! {header}" in (tmp_path / "read").read_text().splitlines()
+    assert not list((tmp_path / "cache").glob("*/*.gch.*"))
+
+
+def test_a_compiler_without_the_instructions_is_probed(tmp_path: Path) -> None:
+    tool = tmp_path / "g++"
+    tool.write_text(f'#!/bin/sh\ncase "$*" in *-mavx*) exit 1;; esac\nexec {shutil.which("g++")} "$@"\n')
+    tool.chmod(0o755)
+    found = run(tmp_path / "cache", CXX=str(tool))
+    assert found["ok"] is None
+    assert found["probes"] == 0 and "avx" not in found["isa"]  # Inductor's own probes did not compile
+
+
+def test_what_the_user_says_counts(tmp_path: Path) -> None:
+    assert run(tmp_path, TORCHINDUCTOR_VEC_ISA_OK="0")["ok"] is False
+
+
+def test_nothing_is_left_of_a_compiler_that_fails(tmp_path: Path) -> None:
+    target = tmp_path / "header.h.gch"
+    for script in ("echo half > {part}; exit 1", "exit 0"):
+        _write(["/bin/sh", "-c", script.format(part=f"{target}.{os.getpid()}")], target)
+        assert not list(tmp_path.iterdir())
+    _write([str(tmp_path / "no compiler")], target)
+    assert not list(tmp_path.iterdir())
+    _write(["/bin/sh", "-c", f"echo whole > {target}.{os.getpid()}"], target)
+    assert target.read_text() == "whole\n"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
