@@ -116,6 +116,35 @@ def test_precisions_are_alternatives_and_the_others_go_on_top():
     assert rows[3].speedups == PLAIN | {"mixed_precision": {"dtype": "bf16"}, "fused_adamw": {}}
 
 
+def test_rows_have_short_names_and_no_speedup_that_another_leaves_nothing():
+    from composer_speedups.recommend.choice import Screened
+
+    def one(name: str, stage: str, **arguments) -> dict:
+        key = name.partition(".")[0]
+        return {"name": name, "key": key, "arguments": arguments, "slot": key, "stage": stage}
+
+    kept = [
+        (one("mixed_precision", "PRECISION", dtype="bf16"), 1.5),
+        (one("matmul_precision.medium", "PRECISION", precision="medium"), 1.2),
+        (one("unpadding", "MODEL"), 2.0),
+        (one("length_grouped_batches", "LOOP"), 1.8),
+        (one("fast_dropout", "MODEL"), 1.1),
+        (one("torch_compile", "COMPILE"), 1.3),
+    ]
+    rows, rejected = final_rows(plain(), Screened(kept=kept))
+    assert [row.name for row in rows] == [
+        "plain", "together", "together+torch_compile", "unpadding+bf16"
+    ]  # fmt: skip
+    assert [row.description for row in rows[1:]] == [
+        "unpadding, bf16, fast_dropout", "unpadding, bf16, fast_dropout, torch_compile", "unpadding, bf16"
+    ]  # fmt: skip
+    assert rows[1].speedups == PLAIN | {
+        "unpadding": {}, "mixed_precision": {"dtype": "bf16"}, "fast_dropout": {}
+    }  # fmt: skip
+    assert set(rejected) == {"matmul_precision.medium", "length_grouped_batches"}
+    assert final_rows(plain(), Screened(kept=kept[3:4]))[0][1].name == "length_grouped_batches"
+
+
 def test_nothing_helped_is_an_answer_too():
     from composer_speedups.recommend.choice import Screened
 

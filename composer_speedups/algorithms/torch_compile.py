@@ -14,7 +14,8 @@ lengths recompile: pad to few lengths, or set `dynamic=True`.
 
 **Needs.** For Inductor a C++ compiler and Python's headers on CPU; Triton, a C compiler and compute capability
 7.0 on CUDA. A `cache_dir` holds code that is loaded and run: point it only to folders that you trust. It is
-set for the whole process. `copy.deepcopy` of a compiled module is eager again.
+set for the whole process. `copy.deepcopy` of a compiled module is eager again. On a machine without a GPU the first
+compilation is made shorter: see `inductor_cpp.py`.
 
 The evidence counts graphs, graph breaks, recompiles, seconds and cache hits.
 

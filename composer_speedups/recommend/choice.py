@@ -14,6 +14,12 @@ __all__ = ["PLAIN", "Answer", "Screened", "answer", "final_rows", "screen", "scr
 PLAIN = "plain"
 _GAIN = 1.03  # below it one run cannot tell a gain from what two runs of the same thing differ by
 _LOSS = 0.97
+# What the second does leaves the first nothing to save, though each alone may gain.
+_TAKEN_OVER = {
+    "matmul_precision": ("mixed_precision", "mixed_precision takes the matmuls over"),
+    "length_grouped_batches": ("unpadding", "unpadding computes on no padding, so grouping has none to save"),
+}
+_MANY = 3  # so many and more get one name together
 
 SpeedUps = dict[str, dict[str, Any]]
 Candidate = Mapping[str, Any]
@@ -61,8 +67,9 @@ def screening_rows(base: Recipe, candidates: Sequence[Candidate], first: SpeedUp
     return rows, name
 
 
-def made(base: Recipe, name: str, speedups: SpeedUps) -> Recipe:
-    return base.model_copy(deep=True, update={"name": name, "description": name, "speedups": dict(speedups)})
+def made(base: Recipe, name: str, speedups: SpeedUps, description: str = "") -> Recipe:
+    values = {"name": name, "description": description or name, "speedups": dict(speedups)}
+    return base.model_copy(deep=True, update=values)
 
 
 def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], ground: str) -> Screened:
@@ -120,24 +127,32 @@ def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Re
             other, more = taken
             rejected[one["name"]] = f"excluded by {other['name']}: {gain:.2f}x against {more:.2f}x in the screening"
     members = list(best.values())  # the largest gain first
-    precisions = {c["key"] for c, _ in members if c["stage"] == "PRECISION"}
-    if {"mixed_precision", "matmul_precision"} <= precisions:
-        # Under autocast the matmuls are in 16 bits already.
-        members = [(c, g) for c, g in members if c["key"] != "matmul_precision"]
-        rejected["matmul_precision"] = "mixed_precision takes the matmuls over"
+    keys = {c["key"] for c, _ in members}
+    for one, _ in list(members):
+        over, why = _TAKEN_OVER.get(one["key"], ("", ""))
+        if over in keys:
+            members = [(c, g) for c, g in members if c is not one]
+            rejected[one["name"]] = why
     plain = [c for c, _ in members if c["stage"] != "COMPILE"]
     compiled = [c for c, _ in members if c["stage"] == "COMPILE"]
-    sets = [plain, [*plain, *compiled] if compiled else []]
     precision = [c for c in plain if c["stage"] == "PRECISION"]
-    sets += [plain[:-1] if len(plain) > 2 else [], [*precision, *[c for c in plain if c not in precision][:1]]]
+    sets: list[tuple[str, list[Candidate]]] = [("together", plain)]
+    if compiled:
+        sets.append((f"together+{_short(compiled[0])}", [*plain, *compiled]))
+    if len(plain) > 2:
+        sets.append((f"together-{_short(plain[-1])}", plain[:-1]))
+    sets.append(("", [*precision, *[c for c in plain if c not in precision][:1]]))
     rows, seen = [base], [dict(base.speedups)]
-    for chosen in sets:
+    for name, chosen in sets:
         speedups = dict(base.speedups)
         for one in chosen:
             speedups = {k: v for k, v in speedups.items() if k != one["key"]} | {one["key"]: one["arguments"]}
         if chosen and speedups not in seen and len(rows) < most:
             seen.append(speedups)
-            rows.append(made(base, "+".join(_short(one) for one in chosen)[:140].rstrip("+._"), speedups))
+            words = "+".join(_short(one) for one in chosen)
+            # One name for what may be a dozen: it stands in every line of the study.
+            short = words if not name or len(chosen) < _MANY else name
+            rows.append(made(base, short, speedups, words.replace("+", ", ")))
     return rows, rejected
 
 

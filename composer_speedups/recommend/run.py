@@ -194,7 +194,7 @@ class _Work:
             if not kept:
                 raise UserError("no speed-up is available here")
             base = self._short(self.base, _LEAST)
-            rows = [base, made(base, "+".join(kept)[:140], self.base.speedups | kept)]
+            rows = [base, made(base, "together", self.base.speedups | kept, ", ".join(kept))]
             rejected = {c["name"]: "not tried: too little time" for c in candidates if c["key"] not in kept}
             return rows, rejected
         rows = stored
@@ -273,6 +273,9 @@ class _Work:
         run = self._seconds(rows[0])
         count = max(_SEEDS[0], min(_SEEDS[1], int(left / (run * len(rows))))) if run else _SEEDS[0]
         self.console.print("\n[bold]Study[/]: the best of them together, repeated and interleaved")
+        for row in rows:
+            if row.description != row.name:
+                self.console.print(f"{row.name}: {row.description}", markup=False, highlight=False)
         result = run_study(
             rows,
             seeds=[(self.base.seed + n) % 2**32 for n in range(count)],
