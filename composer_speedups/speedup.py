@@ -133,8 +133,8 @@ class SpeedUp(Algorithm):
 def algorithm_passes(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
     """Order speed-ups by stage whatever order the user listed; leave all other algorithms where they are.
 
-    It has the form of a Composer algorithm pass, for `Trainer(algorithm_passes=algorithm_passes)`; at
-    `Event.INIT`, where order matters most, speed-ups use it by themselves.
+    It has the form of a Composer algorithm pass, but needs not be passed on: at `Event.INIT` speed-ups put the
+    Trainer's list into this order themselves.
     """
     ordered = iter(sorted((a for a in algorithms if isinstance(a, SpeedUp)), key=lambda a: a.stage))
     return [next(ordered) if isinstance(a, SpeedUp) else a for a in algorithms]
@@ -167,6 +167,7 @@ def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
     if not any(a is first for a in listed):
         listed.append(first)
     check_combination(listed)
+    state.algorithms = algorithm_passes(state.algorithms, Event.INIT)  # for the events to come
     speedups = [a for a in algorithm_passes(listed, Event.INIT) if isinstance(a, SpeedUp)]
     waiting = [s for s in speedups if s._installed_in is None or s._installed_in() is not state]
     for speedup in waiting:

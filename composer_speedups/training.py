@@ -356,7 +356,7 @@ def _explained_out_of_memory(recipe: Recipe, measurement: Measurement | None = N
         if measurement is None:
             raise OutOfMemory(
                 f"{recipe.name} ran out of memory before its first batch: the model {recipe.model.name} and "
-                "its optimizer do not fit{amount}; try a smaller model"
+                f"its optimizer do not fit{amount}; try a smaller model"
             ) from error
         evaluating, micro = measurement.evaluating, recipe.microbatch_size
         size = (

@@ -261,8 +261,9 @@ def test_order_is_right_whatever_is_listed(trainer_for) -> None:
     chosen = [make(key) for key in ("torch_compile", "fused_adamw", "low_precision_norm", "mixed_precision")]
     for algorithm in chosen:
         algorithm.install = (lambda a: lambda state, logger: installed.append(a.key()))(algorithm)
-    trainer_for(chosen, bert())
+    trainer = trainer_for(chosen, bert())
     assert installed == ["mixed_precision", "low_precision_norm", "fused_adamw", "torch_compile"]
+    assert [a.key() for a in trainer.state.algorithms] == installed  # so that later events come in this order, too
 
 
 # ---- 5. loud

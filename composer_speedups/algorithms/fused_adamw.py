@@ -7,8 +7,8 @@ dozen times. On the CPU it is one vectorised, multi-threaded loop per parameter.
 **Numerics.** The same formula, evaluated in float32 without storing intermediate results: equal to the for-loop's
 to a rounding or two per step. With fp16 the gradient scaler's check is done inside the kernel.
 
-**When it pays.** Nearly always, on GPU and CPU. The gain is the optimizer's share of the step: large for
-small batches and big embeddings, small for long sequences.
+**When it pays.** On a GPU nearly always; on a CPU where the optimizer weighs. The gain is the optimizer's share of
+the step: large for small batches and big embeddings, small for long sequences.
 
 **Needs.** `torch.optim.AdamW` or Composer's `DecoupledAdamW` as the optimizer; a CPU or CUDA device.
 

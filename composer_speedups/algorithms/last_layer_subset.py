@@ -14,7 +14,7 @@ that read every token (MLM, token classification, question answering) and bare e
 the report says so. `output_hidden_states` and `output_attentions` compute the whole layer. The encoder's
 `last_hidden_state` then is [rows, 1, width]. Goes together with `Unpadding`.
 
-Source: computing the last layer for [CLS] alone, as in several BERT inference servers; derived in ANCHORS (item 7).
+Source: computing the last layer for [CLS] alone, as in several BERT inference servers.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ kernel each, which reads and writes memory once; forward and backward are planne
 between kernels goes.
 
 **Numerics.** Same formulas, other order of rounding: results differ from eager code by a few units in the
-last place of the compute dtype. Dropout draws other random numbers on CUDA.
+last place of the compute dtype. Dropout draws other random numbers.
 
 **When it pays.** When the run is longer than the compilation: compare `compile_seconds` with the time saved.
 `scope="block"` compiles the repeated layer once and uses it for all of them; `scope="model"` also fuses what

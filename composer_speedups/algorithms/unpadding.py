@@ -11,9 +11,10 @@ gradients equal the padded model's to rounding. Padding gets zeros for hidden st
 Attention dropout drops with a multiple of 1/65536 on the CPU; masks differ from the padded model's, as with any kernel.
 
 **When it pays.** The more padding, the more: about in proportion to it. On the CPU it pays without padding, too:
-PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches` takes the same padding away
-less completely and needs no knowledge of the model; both together are right. Under `TorchCompile` use
-`scope="block"`: the number of tokens is dynamic, so the first few batches compile and later ones do not.
+PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches` takes the same padding away less
+completely and needs no knowledge of the model; with both the results are right, and grouping saves nothing. Under
+`TorchCompile` use `scope="block"`: the number of tokens is dynamic, so the first few batches compile and later ones
+do not.
 
 **Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT or ELECTRA as encoders with absolute positions. It *is* the
 attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
