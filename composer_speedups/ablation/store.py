@@ -207,22 +207,32 @@ class Store:
                     (reason, time.time(), digest, number),
                 )
 
-    def retry(self, statuses: Sequence[str] = ("failed", "out_of_memory", "timeout", "skipped")) -> int:
-        """Forget how runs with one of `statuses` ended, so that they are made again; return how many."""
+    def retry(
+        self,
+        statuses: Sequence[str] = ("failed", "out_of_memory", "timeout", "skipped"),
+        seeds: Sequence[int] | None = None,
+    ) -> int:
+        """Forget how runs with one of `statuses` ended, so that they are made again; return how many.
+
+        Of those with one of `seeds`, if given.
+        """
         with self._write() as db:
-            marks = ", ".join("?" * len(statuses))
-            ids = [r[0] for r in db.execute(f"SELECT id FROM runs WHERE status IN ({marks})", tuple(statuses))]
+            query = f"SELECT id FROM runs WHERE status IN ({_marks(statuses)})"
+            query += "" if seeds is None else f" AND seed IN ({_marks(seeds)})"
+            ids = [row[0] for row in db.execute(query, (*statuses, *(seeds or ())))]
             for number in ids:
                 self._clear(db, number)
             return len(ids)
 
-    def claim(self, environment: int | None = None) -> Run | None:
-        """Take the next run that nobody has; None if there is none left to take."""
+    def claim(self, environment: int | None = None, seeds: Sequence[int] | None = None) -> Run | None:
+        """Take the next run that nobody has, of those with one of `seeds`, if given; None if none is left to take."""
         with self._write() as db:
             self._void_dead_claims(db)
+            asked = "" if seeds is None else f"AND seed IN ({_marks(seeds)}) "
             row = db.execute(
                 "SELECT id, recipe, seed, position, attempts FROM runs WHERE status IN ('pending', 'interrupted') "
-                "ORDER BY position LIMIT 1"
+                f"{asked}ORDER BY position LIMIT 1",
+                tuple(seeds or ()),
             ).fetchone()
             if row is None:
                 return None
@@ -284,11 +294,13 @@ class Store:
             runs.append(run)
         return runs
 
-    def counts(self) -> dict[str, int]:
-        """How many runs have each status, dead claims counted as pending."""
+    def counts(self, seeds: Sequence[int] | None = None) -> dict[str, int]:
+        """How many runs, of those with one of `seeds`, if given, have each status; dead claims count as pending."""
         with self._write() as db:
             self._void_dead_claims(db)
-            return dict(db.execute("SELECT status, count(*) FROM runs GROUP BY status").fetchall())
+            asked = "" if seeds is None else f" WHERE seed IN ({_marks(seeds)})"
+            query = f"SELECT status, count(*) FROM runs{asked} GROUP BY status"
+            return dict(db.execute(query, tuple(seeds or ())).fetchall())
 
     def log(self, run: int) -> str:
         row = self._db.execute("SELECT text FROM logs WHERE run = ?", (run,)).fetchone()
@@ -433,6 +445,11 @@ def _difference(stored: dict[str, Any], asked: dict[str, Any]) -> str:
 def _number(values: Sequence[Any], index: int) -> float | None:
     value = values[index] if index < len(values) else None
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _marks(values: Sequence[Any]) -> str:
+    """SQL's placeholders for `values`."""
+    return ", ".join("?" * len(values))
 
 
 def _dump(value: Any) -> str:

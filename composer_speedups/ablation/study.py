@@ -128,14 +128,15 @@ def run_study(
         store.begin({"name": name, "baseline": baseline, "command": command, "created": time.time()}, resolved)
         store.plan(interleave(order, seeds))
         if retry:
-            store.retry()
-        study = _Study(store, isolation, folder, dict(resolved), timeout, console, inspect)
+            store.retry(seeds=seeds)
+        study = _Study(store, isolation, folder, dict(resolved), seeds, timeout, console, inspect)
         study.until, study.each = until, expected
         if study.left():
             study.look(entries.survey, recipes, planned)
-            study.announce(name, seeds)
+            study.announce(name)
         else:
             console.print(f"Nothing left to run: {escape(str(folder))} is complete.")
+            study.announce_others()
         if dry_run:
             study.show_plan()
             return StudyResult(folder, findings(store))
@@ -157,12 +158,13 @@ class _Study:
         isolation: Isolation,
         folder: Path,
         recipes: dict[str, dict[str, Any]],
+        seeds: Sequence[int],
         timeout: float | None,
         console: Console,
         inspect: bool,
     ) -> None:
         self.store, self.isolation, self.folder, self.inspect = store, isolation, folder, inspect
-        self.recipes, self.timeout, self.console = recipes, timeout, console
+        self.recipes, self.seeds, self.timeout, self.console = recipes, seeds, timeout, console
         self.until: float | None = None
         self.each: float | None = None
         self.environment: int | None = None
@@ -171,7 +173,17 @@ class _Study:
         self.short = dict(zip(recipes, short_names(list(recipes)), strict=True))
 
     def left(self) -> int:
-        return sum(count for status, count in self.store.counts().items() if status not in DONE)
+        return sum(count for status, count in self.store.counts(self.seeds).items() if status not in DONE)
+
+    def runs(self) -> list[Run]:
+        """What is finished, and what is left to do: runs of seeds that only an earlier command asked for are not."""
+        return [run for run in self.store.runs() if run.status in DONE or run.seed in self.seeds]
+
+    def announce_others(self) -> None:
+        """Say what an earlier command asked for, and this one does not."""
+        count = sum(run.status not in DONE and run.seed not in self.seeds for run in self.store.runs())
+        if count:
+            self.console.print(f"{count} runs of other seeds, asked for by an earlier command, are left undone")
 
     def look(self, entry: str, recipes: Sequence[_Recipe], planned: bool) -> None:
         """Ask a fresh process about the machine and the recipes."""
@@ -202,9 +214,9 @@ class _Study:
             self.store.skip(name, reason)
         self.expected = {n: self.each or expected_seconds(r, peaks, kind) for n, r in self.recipes.items()}
 
-    def announce(self, name: str, seeds: Sequence[int]) -> None:
+    def announce(self, name: str) -> None:
         """Say what will run, on what, and for about how long."""
-        runs = self.store.runs()
+        runs, seeds = self.runs(), self.seeds
         left = [run for run in runs if run.status not in DONE]
         skipped = {run.recipe: run.reason for run in runs if run.status == "skipped"}
         finished = sum(run.status in DONE and run.status != "skipped" for run in runs)
@@ -213,6 +225,7 @@ class _Study:
         say(f"On {escape(hardware.summary(self.facts))}")
         if finished:
             say(f"{finished} runs are finished already and are kept")
+        self.announce_others()
         for recipe, reason in skipped.items():
             say(f"  skipped [dim]{escape(self.short[recipe])}: {escape(reason)}[/]")
         if self.isolation.note:
@@ -225,7 +238,7 @@ class _Study:
 
     def show_plan(self) -> None:
         """The runs that are left, in the order in which they would be made."""
-        runs = self.store.runs()
+        runs = self.runs()
         done = [run for run in runs if run.status in DONE]
         for number, run in enumerate((run for run in runs if run.status not in DONE), start=1):
             alone = remaining_seconds([*done, run], self.expected)
@@ -240,7 +253,7 @@ class _Study:
         """Take runs until none is left; write the outputs after each."""
         with Display(self.console, self.short) as display:
             while not self._too_late():
-                run = self.store.claim(self.environment)
+                run = self.store.claim(self.environment, self.seeds)
                 if run is None:
                     if not self.left():
                         return
@@ -260,14 +273,14 @@ class _Study:
         """Whether the time is over, or too short for the next run, judged by how long its like took."""
         if self.until is None:
             return False
-        runs = self.store.runs()
+        runs = self.runs()
         waiting = [run for run in runs if run.status in ("pending", "interrupted")]
         done = [run for run in runs if run.status in DONE]
         alone = remaining_seconds([*done, waiting[0]], self.expected) if waiting and done else None
         return time.monotonic() + (alone or 0.0) >= self.until
 
     def _one(self, run: Run, display: Display) -> None:
-        runs = self.store.runs()
+        runs = self.runs()
         display.start(run, runs, self.expected)
         renewed = time.monotonic()
 

@@ -17,6 +17,7 @@ import fakes
 import pytest
 from rich.console import Console
 
+from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.store import Store, StoreError
 from composer_speedups.ablation.study import run_study
 from composer_speedups.errors import UserError
@@ -180,6 +181,27 @@ def test_the_same_command_repeats_nothing(tmp_path: Path):
     assert "Nothing left to run" in text
     study(tmp_path / "out", recipes, [1, 2, 3])  # more seeds go on top
     assert diary(tmp_path / "diary") == ["base-1", "base-2", "base-3", "fast-1", "fast-2", "fast-3"]
+
+
+def test_fewer_seeds_make_fewer_runs(tmp_path: Path):
+    """What an earlier command planned for other seeds waits for a command that asks for it."""
+    (tmp_path / "diary").mkdir()
+    recipes = [fakes.Recipe(n, diary=str(tmp_path / "diary")) for n in ("base", "fast")]
+    recipes.append(fakes.Recipe("bad", "raise"))
+    with Store(tmp_path / "out" / "runs.sqlite") as store:  # five seeds, stopped before the first run
+        store.begin({"name": "study", "baseline": "base"}, [(r.name, r.to_dict()) for r in recipes])
+        store.plan(interleave([r.name for r in recipes], [1, 2, 3, 4, 5]))
+    result, text = study(tmp_path / "out", recipes, [1, 2])
+    assert diary(tmp_path / "diary") == ["base-1", "base-2", "fast-1", "fast-2"]
+    assert "2 seeds" in text and "To run: 6 runs" in text and "9 runs of other seeds" in text and "[6/6]" in text
+    assert [row["seeds"] for row in result.findings.rows] == [[1, 2], [1, 2], []]
+    _, text = study(tmp_path / "out", recipes, [1, 2])
+    assert "Nothing left to run" in text and "9 runs of other seeds" in text
+    study(tmp_path / "out", recipes, [1, 2, 3])
+    assert diary(tmp_path / "diary") == ["base-1", "base-2", "base-3", "fast-1", "fast-2", "fast-3"]
+    result, _ = study(tmp_path / "out", recipes, [1], retry=True)
+    ended = {run.seed: run.attempts for run in result.findings.runs if run.recipe == "bad" and run.status == "failed"}
+    assert ended == {1: 2, 2: 1, 3: 1}, "only what was asked for is made again, and the others keep their results"
 
 
 @pytest.mark.parametrize(("kills", "seeds"), [(8, 2), pytest.param(50, 15, marks=pytest.mark.slow)])
