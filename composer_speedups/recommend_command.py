@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["RECOMMEND_EXAMPLE", "python_line", "recommend"]
 
 RECOMMEND_EXAMPLE = (
-    "Example: composer-speedups recommend --model ./my_model --task text path=reviews.csv label_column=stars "
-    "--minutes 20"
+    "Example: composer-speedups recommend --model ./my_model --task text path=reviews.csv text_column=review "
+    "label_column=stars --minutes 20"
 )
 
 
@@ -149,8 +149,8 @@ def _show(found: Recommendation, console: Console) -> None:
         say(f"from composer_speedups import {classes}")
         say(f"Trainer(..., {python_line(found.recipe.speedups)})")
         say(f"\nThe whole recipe: composer-speedups train {shlex.quote(str(found.path))}")
-    if found.findings is not None and found.path is not None:
-        say(f"Report: {found.path.parent / 'report.html'}")
+    if found.findings is not None and found.folder is not None:
+        say(f"Report: {found.folder / 'report.html'}")
 
 
 def _yaml(value: Any) -> str:

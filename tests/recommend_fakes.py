@@ -29,6 +29,9 @@ _STAGES = {"mixed_precision": "PRECISION", "torch_compile": "COMPILE"}
 _SLOTS = {"fused_adamw": "optimizer", "foreach_adamw": "optimizer", "adamw_8bit": "optimizer"}
 
 
+FACTS = {"hardware": "cpu", "python": "3", "cpu": {"model": "fake"}, "threads": 1, "memory_bytes": 2**30}
+
+
 def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     found = [
         {
@@ -44,14 +47,18 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
         "candidates": found,
         "unavailable": {"fused_layer_norm": "it needs a CUDA device"},
         "first": {"mixed_precision": {"dtype": "bf16"}, "fused_adamw": {}},
-        "samples": 1000,
+        "samples": int(os.environ.get("RECOMMEND_SAMPLES", "100000")),
+        "environment": FACTS,
         "error": "the text has no column 'stars'" if payload["recipe"].task.name == "imdb" else "",
     }
 
 
+def elsewhere(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    return candidates(payload, report) | {"environment": FACTS | {"python": "4"}}
+
+
 def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
-    facts = {"hardware": "cpu", "python": "3", "cpu": {"model": "fake"}, "threads": 1, "memory_bytes": 2**30}
-    return {"environment": facts, "skip": {}, "peaks": {}, "error": ""}
+    return {"environment": FACTS, "skip": {}, "peaks": {}, "error": ""}
 
 
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:

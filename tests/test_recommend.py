@@ -76,12 +76,15 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     assert not found.interrupted and "unpadding" in found.recipe.speedups
     after = diary.read_text().splitlines()[len(before) :]
     assert before[-1] in after, "the run that was stopped is made again"
-    # The first line is the calibration; plain runs once in the screening and again in the study.
-    assert not {line for line in before[1:-1] if not line.startswith("plain ")} & {
-        line for line in after if line.startswith("bf16+fast_dropout")
-    }
-    with pytest.raises(UserError, match="holds another study"):
-        made(tmp_path / "out", base=plain(seed=5))
+    # The first line is the calibration; these two run once in the screening and again in the study.
+    done = {line for line in before[1:-1] if not line.startswith(("plain ", "bf16+unpadding "))}
+    assert done and not done & set(after)
+    for other in ({"seed": 5}, {"workers": 2}, {"schedule": {"name": "linear"}}):
+        with pytest.raises(UserError, match="holds another study"):
+            made(tmp_path / "out", base=plain(**other))
+    monkeypatch.setattr(fakes, "CANDIDATES", f"{fakes.__name__}:elsewhere")
+    with pytest.raises(UserError, match=r"another machine or stack \(python 3 there, 4 here\)"):
+        made(tmp_path / "out")
 
 
 def test_too_little_time_for_all_measures_the_doctors_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -92,6 +95,25 @@ def test_too_little_time_for_all_measures_the_doctors_choice(tmp_path: Path, mon
     assert "too few to look at" in text and "Give more --minutes" in text
     assert found.answer.rejected["fast_dropout"].startswith("not tried")
     assert found.path is not None and load_recipe(found.path, check_arguments=False).batch_size == 8
+    assert found.folder is not None and (found.folder / "report.html").is_file()
+    # More time is not lost on it: the screening is made.
+    monkeypatch.setenv("RECOMMEND_STEP", "0.001")
+    found, text = made(tmp_path / "out")
+    assert "too few to look at" not in text and "Screening" in text
+    assert found.answer.rejected["fast_dropout"].startswith("no difference shown: 1.00x")
+
+
+def test_what_compiles_must_pay_within_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RECOMMEND_SAMPLES", "600")
+    found, _ = made(tmp_path / "out")
+    assert "torch_compile" not in found.recipe.speedups and "unpadding" in found.recipe.speedups
+    why = found.answer.rejected["together+torch_compile"]
+    assert why.startswith("compiling takes 2 s and is paid for after ") and why.endswith("this training has 600")
+
+
+def test_a_microbatch_of_the_users_own_is_no_error(tmp_path: Path):
+    found, _ = made(tmp_path / "out", base=plain(microbatch_size=16))
+    assert found.recipe.microbatch_size == 16 and found.recipe.batch_size in (16, 32)
 
 
 def test_a_busy_machine_is_told_and_the_same_command_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -143,6 +165,24 @@ def test_rows_have_short_names_and_no_speedup_that_another_leaves_nothing():
     }  # fmt: skip
     assert set(rejected) == {"matmul_precision.medium", "length_grouped_batches"}
     assert final_rows(plain(), Screened(kept=kept[3:4]))[0][1].name == "length_grouped_batches"
+    # The faster of the two stays, whichever it is.
+    faster = [(kept[0][0], 1.1), (kept[1][0], 1.6)]
+    rows, rejected = final_rows(plain(), Screened(kept=faster))
+    assert rows[1].speedups == {"matmul_precision": {"precision": "medium"}}
+    assert rejected == {"mixed_precision": "excluded by matmul_precision.medium: 1.10x against 1.60x in the screening"}
+
+
+def test_grouped_batches_are_judged_by_tokens():
+    from composer_speedups.recommend.choice import screen
+
+    grouped = {"name": "length_grouped_batches", "key": "length_grouped_batches", "arguments": {}, "stage": "DATA"}
+    row = {"recipe": "plain", "seeds": [1], "status": "ok", "no_effect": [], "stable": True}
+    row |= {"samples_per_second": 100.0, "real_tokens_per_second": 10_000.0}
+    lucky = row | {"recipe": "plain+length_grouped_batches", "samples_per_second": 150.0}  # short texts came up
+    found = screen([row, lucky], [grouped], "plain")
+    assert found.rejected == {"length_grouped_batches": "no difference shown: 1.00x in the screening (one run)"}
+    lucky |= {"samples_per_second": 90.0, "real_tokens_per_second": 13_000.0}
+    assert screen([row, lucky], [grouped], "plain").kept == [(grouped, 1.3)]
 
 
 def test_nothing_helped_is_an_answer_too():
@@ -156,6 +196,8 @@ def test_nothing_helped_is_an_answer_too():
     found = answer([empty, other], 0.99)
     assert found.row is None and "No speed-up was shown to help" in found.sentence
     assert found.rejected == {"x": "no difference shown: 1.01x (99 % interval 0.90 to 1.10)"}
+    found = answer([empty, other | {"speedup": None, "speed_verdict": "not judged", "speedup_interval": None}], 0.99)
+    assert found.row is None and found.rejected == {"x": "not judged: no speed was measured"}
 
 
 def test_options_of_the_task_need_no_prefix():

@@ -10,7 +10,7 @@ from typing import Any
 from composer_speedups.ablation.statistics import Margins, Noise, compare_quality, compare_speed, pooled_noise, spread
 from composer_speedups.ablation.store import Run
 
-__all__ = ["build_rows", "precision"]
+__all__ = ["build_rows", "precision", "speed_key"]
 
 # Fields of a run whose median over the seeds is the row's.
 _MEDIANS = (
@@ -27,6 +27,8 @@ _MEDIANS = (
 # What one run of each recipe is enough for.
 _LOOKED_AT_ONCE = ("step_profile", "step_profile_other", "memory", "memory_predicted")
 _NOT_RUN = "not run yet"
+# Their batches are of like lengths: over less than an epoch, samples/s says which lengths came up.
+_REGROUPING = {"length_grouped_batches", "token_budget_batches"}
 
 
 def build_rows(
@@ -51,7 +53,9 @@ def build_rows(
     for run in runs:
         by_recipe[run.recipe].append(run)
     base = _good(by_recipe.get(baseline, []))
-    noise = pooled_noise(_by_seed(good, "samples_per_second") for r in by_recipe.values() if (good := _good(r)))
+    noise = pooled_noise(
+        _by_seed(good, speed_key(recipes[name])) for name, r in by_recipe.items() if (good := _good(r))
+    )
     rows = []
     for name, recipe in recipes.items():
         good = _good(by_recipe[name])
@@ -59,12 +63,17 @@ def build_rows(
         row["baseline"] = name == baseline
         row["precision"] = precision(recipe, hardware)
         row["mfu"] = _mfu(good, (peaks or {}).get(row["precision"]))
-        row |= _speed(good, base, name == baseline, noise)
+        row |= _speed(good, base, name == baseline, noise, speed_key(recipe))
         row |= _quality(good, base, margins, name == baseline)
         rows.append(row)
     for row in rows:
         row |= _break_even(row, _reference(row, rows, recipes))
     return rows
+
+
+def speed_key(recipe: Mapping[str, Any]) -> str:
+    """The field of a result by which a recipe's speed is compared: samples/s, or real tokens/s if it regroups them."""
+    return "real_tokens_per_second" if _REGROUPING & (recipe.get("speedups") or {}).keys() else "samples_per_second"
 
 
 def precision(recipe: Mapping[str, Any], hardware: str) -> str:
@@ -162,14 +171,18 @@ def _mfu(good: Mapping[int, Run], peak: float | None) -> float | None:
     return statistics.median(flops) / peak if flops and peak else None
 
 
-def _speed(good: Mapping[int, Run], base: Mapping[int, Run], is_baseline: bool, noise: Noise | None) -> dict[str, Any]:
+def _speed(
+    good: Mapping[int, Run], base: Mapping[int, Run], is_baseline: bool, noise: Noise | None, key: str
+) -> dict[str, Any]:
     if is_baseline:
         verdict = "baseline" if good else "not judged"
         value = 1.0 if good else None
         return _speed_fields(value, None, verdict, "", None)
     if not good:
         return _speed_fields(None, None, "not judged", "", None)
-    ratio = compare_speed(*(_by_seed(runs, "samples_per_second") for runs in (good, base)), noise)
+    if not _by_seed(base, key):
+        key = "samples_per_second"
+    ratio = compare_speed(*(_by_seed(runs, key) for runs in (good, base)), noise)
     interval = None if ratio.low is None or ratio.high is None else [ratio.low, ratio.high]
     return _speed_fields(ratio.value, interval, ratio.verdict, ratio.note, ratio.seeds_needed)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.ablation.rows import speed_key
+
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
@@ -105,7 +107,10 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
         elif reference is None or not reference["samples_per_second"] or not row["samples_per_second"]:
             found.rejected[name] = "not judged: what it was to be compared with did not run"
         else:
-            gain = row["samples_per_second"] / reference["samples_per_second"]
+            key = speed_key({"speedups": {one["key"]: one["arguments"]}})
+            if not row.get(key) or not reference.get(key):
+                key = "samples_per_second"
+            gain = row[key] / reference[key]
             if gain >= _GAIN:
                 found.kept.append((one, gain))
             else:
@@ -117,7 +122,8 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
 def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Recipe], dict[str, str]]:
     """The plain recipe, all that helped together, and the next best choices; and what was left out for another.
 
-    Of those that exclude each other the faster is kept. What compiles gets a row of its own, as its start takes time.
+    Of those that exclude each other, or leave each other nothing, the faster is kept. What compiles gets a row of its
+    own, as its start takes time.
     """
     best: dict[str, tuple[Candidate, float]] = {}
     rejected: dict[str, str] = {}
@@ -127,12 +133,17 @@ def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Re
             other, more = taken
             rejected[one["name"]] = f"excluded by {other['name']}: {gain:.2f}x against {more:.2f}x in the screening"
     members = list(best.values())  # the largest gain first
-    keys = {c["key"] for c, _ in members}
+    gains = {c["key"]: gain for c, gain in members}
     for one, _ in list(members):
         over, why = _TAKEN_OVER.get(one["key"], ("", ""))
-        if over in keys:
-            members = [(c, g) for c, g in members if c is not one]
-            rejected[one["name"]] = why
+        if over not in gains:
+            continue
+        winner = next(c for c, _ in members if c["key"] == over)
+        loser = one if gains[one["key"]] <= gains[over] else winner
+        if loser is not one:
+            why = f"excluded by {one['name']}: {gains[over]:.2f}x against {gains[one['key']]:.2f}x in the screening"
+        members = [(c, g) for c, g in members if c is not loser]
+        rejected[loser["name"]] = why
     plain = [c for c, _ in members if c["stage"] != "COMPILE"]
     compiled = [c for c, _ in members if c["stage"] == "COMPILE"]
     precision = [c for c in plain if c["stage"] == "PRECISION"]
@@ -160,12 +171,20 @@ def _short(one: Candidate) -> str:
     return str(one["arguments"]["dtype"]) if one["key"] == "mixed_precision" else str(one["name"])
 
 
-def answer(rows: Sequence[Mapping[str, Any]], confidence: float) -> Answer:
-    """The fastest row that was shown to be faster than the plain recipe, and not to lose quality."""
+def answer(rows: Sequence[Mapping[str, Any]], confidence: float, samples: int | None = None) -> Answer:
+    """The fastest row that was shown to be faster than the plain recipe, and not to lose quality.
+
+    Args:
+        rows: of the study.
+        confidence: of its intervals.
+        samples: that the recipe's own training sees: what compiles must have paid for itself by then. None: unknown.
+    """
     base = next(row for row in rows if row["baseline"])
     others = [row for row in rows if not row["baseline"]]
     rejected: dict[str, str] = {}
     good = [row for row in others if row["speed_verdict"] == "faster" and row["stable"] is not False]
+    late = {row["recipe"]: why for row in good if (why := _too_late(row, samples))}
+    good = [row for row in good if row["recipe"] not in late]
     best = max(good, key=lambda row: row["speedup"], default=None)
     for row in others:
         if row is best:
@@ -176,6 +195,10 @@ def answer(rows: Sequence[Mapping[str, Any]], confidence: float) -> Answer:
             rejected[row["recipe"]] = row["reason"]
         elif row["stable"] is False:
             rejected[row["recipe"]] = f"unstable: {row['quality_note']}"
+        elif row["speedup"] is None:
+            rejected[row["recipe"]] = f"not judged: {row['speed_note'] or 'no speed was measured'}"
+        elif row["recipe"] in late:
+            rejected[row["recipe"]] = late[row["recipe"]]
         elif row["speed_verdict"] == "faster":
             rejected[row["recipe"]] = f"less than the best: {row['speedup']:.2f}x{span}"
         else:
@@ -203,3 +226,14 @@ def answer(rows: Sequence[Mapping[str, Any]], confidence: float) -> Answer:
         paid = f"paid for after {after:,} samples" if after else "not paid for"
         text += f" Compiling took {best['compile_seconds']:.0f} s, {paid}."
     return Answer(best, text, rejected)
+
+
+def _too_late(row: Mapping[str, Any], samples: int | None) -> str:
+    """Why a row that compiles is no gain in a training of so many samples; empty if it is one."""
+    if not row.get("compile_seconds") or samples is None:
+        return ""
+    after = row["break_even_samples"]
+    if after is not None and after <= samples:
+        return ""
+    paid = f"is paid for after {after:,} samples" if after else "is not paid for"
+    return f"compiling takes {row['compile_seconds']:.0f} s and {paid}; this training has {samples:,}"

@@ -20,7 +20,8 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
     Returns:
         `candidates`: those that work on this device, in the order in which to try them: `key`, `arguments`, `slot`,
         `compiles`; `unavailable`: name -> why; `first`: what the doctor would switch on; `samples`: in the training
-        set; `error`: what is wrong with the task or the model, or an empty string.
+        set; `environment`: what `hardware.environment` says; `error`: what is wrong with the task or the model, or an
+        empty string.
     """
     recipe = payload["recipe"]
     device = torch.device(hardware.hardware())
@@ -51,6 +52,7 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
         )
     )
     answer = {"candidates": found, "unavailable": unavailable, "first": first, "samples": 0, "error": ""}
+    answer["environment"] = hardware.environment()
     try:
         say = lambda text: report({"phase": "data", "message": text})  # noqa: E731
         answer["samples"] = len(build_task(recipe.task, recipe.model, seed=recipe.seed, progress=say).train)

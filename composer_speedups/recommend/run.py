@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from composer_speedups import hardware
 from composer_speedups.ablation.estimate import duration
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
@@ -34,6 +35,8 @@ _FEW = 7  # runs: if no more than these fit, they go into the study, and the doc
 _SEEDS = (3, 7)  # repetitions: fewer tell nothing, more are for those who want to know a single per cent
 _BATCHES = (32, 16, 8)
 _RESERVE = 8.0  # seconds for the outputs
+_QUICK = "quick"  # the folder of a study made without a screening
+_JUDGED = ("slower", "no difference shown", "does not apply", "unstable", "excluded")
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Recommendation:
     path: Path | None
     findings: Findings | None
     interrupted: bool = False
+    folder: Path | None = None  # of the report
 
 
 def recommend(
@@ -105,6 +109,7 @@ class _Work:
         self.command, self.console, self.entries, self.isolation = command, console, entries, isolation
         self.overhead = self.step = 0.0
         self.order: list[str] = []
+        self.samples: int | None = None  # that the recipe's own training sees
 
     def go(self, candidates: str, minutes: float) -> Recommendation:
         say = self.console.print
@@ -118,23 +123,43 @@ class _Work:
             raise UserError(facts["error"])
         self.order = [*self.base.speedups, *(one["key"] for one in facts["candidates"])]
         rejected = {name: f"unavailable: {reason}" for name, reason in facts["unavailable"].items()}
+        self.samples = _trained(self.base, facts["samples"])
+        self._same_machine(facts["environment"])
         chosen = self._stored(self.out)
         screening = self._stored(self.out / "screening")
         if not chosen and not screening:
             self._calibrate(facts["samples"])
+            if self._affordable() < len(facts["candidates"]) / 2 + _FEW:
+                return self._quick(facts, rejected)
         if not chosen:
             chosen, more = self._choose(facts, screening)
             rejected |= more
-        elif screening:  # the rows of the study are settled: only the reasons are wanted
+        else:  # the rows of the study are settled: only the reasons are wanted
             _, more = self._screened(screening, facts)
-            rejected |= more
-        return self._study(chosen, rejected)
+            settled = "the study's rows are settled: choose another --out to look again"
+            rejected |= {name: why.replace("Give more --minutes", settled) for name, why in more.items()}
+        return self._study(chosen, rejected, self.out)
+
+    def _same_machine(self, here: dict[str, Any]) -> None:
+        """What was measured on another machine is no answer for this one."""
+        for folder in (self.out, self.out / "screening", self.out / _QUICK):
+            if (folder / "runs.sqlite").is_file():
+                with Store(folder / "runs.sqlite", create=False) as store:
+                    stored = list(store.environments().values())
+                difference = next((text for there in stored if (text := hardware.same_machine(there, here))), "")
+                if difference:
+                    raise UserError(
+                        f"{folder} was measured on another machine or stack ({difference}). Choose another --out"
+                    )
 
     # --- How long a run takes ---
 
     def _calibrate(self, samples: int) -> None:
         """Train the plain recipe for a few steps, with a small batch unless the user gave one."""
-        sizes = [self.base.batch_size] if self.own_batch else [b for b in _BATCHES if b <= max(samples, _BATCHES[-1])]
+        least = self.base.microbatch_size or 1
+        sizes = [b for b in _BATCHES if least <= b <= max(samples, _BATCHES[-1])]
+        if self.own_batch or not sizes:
+            sizes = [self.base.batch_size]
         size = sizes[-1]
         recipe = self._short(self.base.model_copy(update={"batch_size": size}), _CALIBRATION)
         self.console.print(f"Calibrating: {_CALIBRATION} steps of the plain recipe, batch {size} ...", style="dim")
@@ -182,21 +207,31 @@ class _Work:
 
     # --- What is studied ---
 
+    def _affordable(self) -> float:
+        """How many of the shortest runs fit into what is left of the time."""
+        left = self.end - time.monotonic()
+        return left / (self.overhead + _LEAST * self.step) if self.step else 0.0
+
+    def _quick(self, facts: dict[str, Any], rejected: dict[str, str]) -> Recommendation:
+        """Too little time for a screening: what the doctor would switch on, against the plain recipe.
+
+        In a folder of its own, so that the same command with more time begins with the screening.
+        """
+        candidates = facts["candidates"]
+        kept = {k: v for k, v in facts["first"].items() if k != "torch_compile"}
+        words = f"about {self._affordable():.0f} runs fit into the time: too few to look at {len(candidates)} speed-ups"
+        self.console.print(f"{words}, so the doctor's choice is measured. Give more --minutes", style="yellow")
+        if not kept:
+            raise UserError("no speed-up is available here")
+        base = self._short(self.base, _LEAST)
+        rows = [base, made(base, "together", self.base.speedups | kept, ", ".join(kept))]
+        untried = {c["name"]: "not tried: too little time" for c in candidates if c["key"] not in kept}
+        return self._study(self._stored(self.out / _QUICK) or rows, rejected | untried, self.out / _QUICK)
+
     def _choose(self, facts: dict[str, Any], stored: list[Recipe]) -> tuple[list[Recipe], dict[str, str]]:
         """The rows of the study, by a screening if the time allows one."""
         candidates, first = facts["candidates"], facts["first"]
         left = self.end - time.monotonic()
-        affordable = left / (self.overhead + _LEAST * self.step) if self.step else 0.0
-        if not stored and affordable < len(candidates) / 2 + _FEW:
-            kept = {k: v for k, v in first.items() if k != "torch_compile"}
-            words = f"about {affordable:.0f} runs fit into the time: too few to look at {len(candidates)} speed-ups"
-            self.console.print(f"{words}, so the doctor's choice is measured. Give more --minutes", style="yellow")
-            if not kept:
-                raise UserError("no speed-up is available here")
-            base = self._short(self.base, _LEAST)
-            rows = [base, made(base, "together", self.base.speedups | kept, ", ".join(kept))]
-            rejected = {c["name"]: "not tried: too little time" for c in candidates if c["key"] not in kept}
-            return rows, rejected
         rows = stored
         if not rows:
             share = left * _SCREENING / (len(candidates) + 2)
@@ -261,12 +296,15 @@ class _Work:
 
     # --- The study ---
 
-    def _study(self, rows: list[Recipe], rejected: dict[str, str]) -> Recommendation:
+    def _study(self, rows: list[Recipe], rejected: dict[str, str], folder: Path) -> Recommendation:
         if len(rows) == 1:
+            judged = any(reason.startswith(_JUDGED) for reason in rejected.values())
             text = "No speed-up helped in the screening: use the plain recipe."
-            return self._finished(Answer(None, text, {}), rejected, None)
+            if not judged:
+                text = "No recommendation: no speed-up could be judged; the reasons are above."
+            return self._finished(Answer(None, text, {}), rejected, None, folder)
         left = self.end - time.monotonic() - _RESERVE
-        stored = self._stored(self.out)
+        stored = self._stored(folder)
         if not stored and self.step:
             steps = self._steps(left / (len(rows) * (_SEEDS[0] + 1)))
             rows = [self._short(row, steps) for row in rows]
@@ -279,7 +317,7 @@ class _Work:
         result = run_study(
             rows,
             seeds=[(self.base.seed + n) % 2**32 for n in range(count)],
-            out=self.out,
+            out=folder,
             name=self.out.name,
             baseline=PLAIN,
             command=self.command,
@@ -293,10 +331,12 @@ class _Work:
         )
         if result.interrupted:
             raise KeyboardInterrupt
-        found = answer(result.findings.rows, CONFIDENCE)
-        return self._finished(found, rejected, result.findings)
+        found = answer(result.findings.rows, CONFIDENCE, self.samples)
+        return self._finished(found, rejected, result.findings, folder)
 
-    def _finished(self, found: Answer, rejected: dict[str, str], result: Findings | None) -> Recommendation:
+    def _finished(
+        self, found: Answer, rejected: dict[str, str], result: Findings | None, folder: Path
+    ) -> Recommendation:
         speedups = dict(self.base.speedups)
         if found.row is not None and result is not None:
             speedups = result.recipes[found.row["recipe"]]["speedups"]
@@ -317,7 +357,7 @@ class _Work:
             reasons={},
             overwrite=True,
         )
-        return Recommendation(Answer(found.row, found.sentence, reasons), recipe, path, result)
+        return Recommendation(Answer(found.row, found.sentence, reasons), recipe, path, result, folder=folder)
 
     def _stored(self, folder: Path) -> list[Recipe]:
         """The recipes of the study in `folder`; none if there is none yet; another's is refused."""
@@ -330,14 +370,23 @@ class _Work:
         if not stored:
             return []
         plain = stored[0]
-        same = plain.name == PLAIN and all(
-            getattr(plain, key) == getattr(self.base, key)
-            for key in ("task", "model", "learning_rate", "optimizer", "seed", "speedups", "microbatch_size")
-        )
+        same = plain.name == PLAIN and self._identity(plain) == self._identity(self.base)
         if not same or (self.own_batch and plain.batch_size != self.base.batch_size):
             raise UserError(f"{folder} holds another study. Choose another --out, or remove that folder")
         self.base = self.base.model_copy(update={"batch_size": plain.batch_size})
         return stored
+
+    def _identity(self, recipe: Recipe) -> dict[str, Any]:
+        """What of a recipe bears on speed, in the form that is measured."""
+        free = {"name", "description", "published", "extends", "batch_size", "eval_batch_size"}
+        return {key: value for key, value in self._short(recipe, 1).to_dict().items() if key not in free}
+
+
+def _trained(recipe: Recipe, samples: int) -> int | None:
+    """How many samples the recipe's own training sees."""
+    number, unit = int(recipe.duration[:-2]), recipe.duration[-2:]
+    scale = {"ep": samples, "ba": recipe.batch_size, "sp": 1}.get(unit)
+    return None if scale is None else number * scale
 
 
 def _wrapped(text: str) -> list[str]:
