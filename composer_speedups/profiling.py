@@ -3,10 +3,11 @@
 A few steps run under PyTorch's profiler, after everything that is measured. Every operator's own time goes to one
 kind. Operators inside others count with these where the outer one is a kind of work by itself (the random numbers
 inside a dropout are dropout, the softmax inside attention is attention), and the backward pass counts with the
-operator of the forward pass that caused it, which autograd's sequence numbers tell. What no rule knows is `other`, and
-is listed by name. On a CPU the parts are seconds of the training thread, and what is left of the step is the loop
-itself: Python, Composer, waiting. On a GPU they are seconds of kernels by the operator that launched them, and what
-is left is the time in which the GPU had nothing to do.
+operator of the forward pass that caused it, which autograd's sequence numbers tell. What a checkpoint computes again
+in the backward pass has the kinds that it had in the forward pass. What no rule knows is `other`, and is listed by
+name. On a CPU the parts are seconds of the training thread, and what is left of the step is the loop itself: Python,
+Composer, waiting. On a GPU they are seconds of kernels by the operator that launched them, and what is left is the
+time in which the GPU had nothing to do.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _HEAD = "composer_speedups: head"
 _STEPS = "composer_speedups: steps"
 _INSIDE = "composer_speedups: forward and backward"  # Composer runs both inside of the optimizer's step
 _NODE = re.compile(r"^autograd::engine::evaluate_function: ")
+_OPERATOR = 0  # PyTorch's RecordScope::FUNCTION; backward nodes have one of their own
 _LISTED = 8  # names of operators that no rule knows
 
 # The first rule that is found in a name says its kind, and whether what the operator calls counts with it. A name with
@@ -251,6 +253,7 @@ def _kinds(events: Iterable[Any]) -> Mapping[int, tuple[str, bool]]:
     """The kind of every event, by its id, and whether that holds for all that it calls."""
     found: dict[int, tuple[str, bool]] = {}
     forward: dict[tuple[int, int], tuple[float, tuple[str, bool]]] = {}
+    again: set[int] = set()  # events of a forward pass that runs inside of the backward pass
     # In order of time a parent comes before its children, and the forward pass before the backward pass.
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
         if event.name == _INSIDE:
@@ -258,6 +261,14 @@ def _kinds(events: Iterable[Any]) -> Mapping[int, tuple[str, bool]]:
             continue
         parent = event.cpu_parent
         above = found.get(id(parent), ("other", False)) if parent is not None else ("other", False)
+        backward = _in_backward(event)
+        if parent is not None and id(parent) in again:
+            again.add(id(event))
+        elif backward and _is_recomputed(event):
+            # A checkpoint computes a whole block again when the first of its nodes asks for what it has kept. That
+            # node says nothing about the block.
+            again.add(id(event))
+            above = ("other", False)
         kind = above if above[1] else _rule(_NODE.sub("", event.name))
         if not above[1] and _NODE.match(event.name):
             # The node's cause: of the operators with its number, the last one to start made it.
@@ -266,9 +277,14 @@ def _kinds(events: Iterable[Any]) -> Mapping[int, tuple[str, bool]]:
         elif kind[0] == "other":
             kind = above  # a helper of what called it
         found[id(event)] = kind
-        if event.sequence_nr >= 0 and not _in_backward(event):
+        if event.sequence_nr >= 0 and not backward:
             forward[event.thread, event.sequence_nr] = (event.time_range.start, kind)
     return found
+
+
+def _is_recomputed(event: Any) -> bool:
+    """Whether an event inside of a backward node is an operator that records a graph; what the node runs does not."""
+    return event.scope == _OPERATOR and event.sequence_nr >= 0 and not _NODE.match(event.name)
 
 
 def _in_backward(event: Any) -> bool:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from composer import Trainer
 from small import BatchDataset, bert_config
 from torch import nn
@@ -37,6 +38,15 @@ def slow_stranger(x: torch.Tensor) -> torch.Tensor:
 
 
 slow_stranger.register_autograd(lambda ctx, gradient: gradient)
+
+
+@torch.library.custom_op("planted::gelu", mutates_args=())
+def slow_activation(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(SLOW)
+    return x.clone()
+
+
+slow_activation.register_autograd(lambda ctx, gradient: gradient)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +156,17 @@ def test_the_backward_pass_counts_with_what_caused_it():
         nn.functional.dropout(x, 0.5).sum().backward()  # its backward is a plain product
     shares = found.profile.seconds
     assert "dropout" in shares and "backward of MulBackward0" not in found.profile.other
+
+
+def test_what_a_checkpoint_computes_again_is_of_its_own_kind():
+    """The norm's backward node is the first to ask for what was kept, and computes everything before it again."""
+    x, norm = torch.randn(8, 32, 64, requires_grad=True), nn.LayerNorm(64)
+    with profiled(CPU) as found:
+        block = lambda y: norm(nn.functional.dropout(slow_activation(y), 0.1))  # noqa: E731
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    seconds = found.profile.seconds
+    assert seconds["activation"] >= 2 * SLOW, "forward, and again"
+    assert 0 < seconds["norm"] < SLOW and 0 < seconds["dropout"] < SLOW
 
 
 def test_own_kernels_on_the_cpu():
