@@ -1,10 +1,10 @@
 """Memory by kind: what a recipe needs before anything runs, and what a real step then took.
 
 `predict` puts the recipe's model together without memory (PyTorch's FakeTensorMode: shapes, dtypes and devices, no
-numbers), applies the recipe's speed-ups to it, and runs one forward and backward pass. Every tensor that autograd
-keeps for the backward pass is counted as it is kept, so unpadding, low precision norms, checkpointing and an MLM head
-on few tokens count as what they are. Optimizer states follow from the optimizer's layout. `SavedForBackward` counts
-the same in a real step.
+numbers), applies the recipe's speed-ups to it, and runs one forward and backward pass; a second one where gradients
+are accumulated, as those of the first are there then. Every tensor that autograd keeps for the backward pass is
+counted as it is kept, so unpadding, low precision norms, checkpointing and an MLM head on few tokens count as what
+they are. Optimizer states follow from the optimizer's layout. `SavedForBackward` counts the same in a real step.
 
 What it cannot see: what a compiler keeps instead (usually less), work space inside kernels, and what Python, PyTorch,
 CUDA's context and an allocator's gaps take on top.
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes
+from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes, check_combination
 from composer_speedups.tasks import models
 from composer_speedups.tasks.task import DEFAULT_VOCABULARY
 
@@ -47,6 +47,7 @@ __all__ = [
     "largest_batch",
     "optimizer_bytes",
     "predict",
+    "rows_per_pass",
     "tensor_bytes",
 ]
 
@@ -68,9 +69,10 @@ class Memory:
         optimizer: moments and whatever else the optimizer keeps.
         activations: kept by autograd between forward and backward pass, of one microbatch.
         temporary: what the fullest moment needs beyond the larger of activations and gradients (of which one goes as
-            the other comes).
+            the other comes), or beyond both where gradients are accumulated.
         peak: the fullest moment.
         notes: what was left out of the count.
+        accumulated: gradients of earlier microbatches are there while a later one's activations are.
     """
 
     weights: int
@@ -80,6 +82,7 @@ class Memory:
     temporary: int
     peak: int
     notes: tuple[str, ...] = ()
+    accumulated: bool = False
 
     def kinds(self) -> dict[str, int]:
         """The four kinds that a step's tensors have, by name."""
@@ -99,7 +102,7 @@ def predict(
 
     Args:
         recipe: a resolved recipe.
-        batch_size: samples of a forward pass on one device; None is the recipe's microbatch or batch.
+        batch_size: samples of a forward pass on one device; None is `rows_per_pass`.
         length: tokens of the padded rows; None is the task's longest.
         lengths: real tokens of each row, which matter to unpadding; None takes all rows as full.
         task: the task if it has been made, for vocabulary and labels; None assumes what the recipe says of them.
@@ -108,26 +111,32 @@ def predict(
     Raises:
         UserError: the model cannot be had, or the recipe's speed-ups contradict each other.
     """
-    if lengths is not None:
-        batch_size, length = len(lengths), length or max(lengths)
-    batch_size = batch_size or min(recipe.microbatch_size or recipe.batch_size, recipe.batch_size)
-    length = length or recipe.task.max_length
-    lengths = [length] * batch_size if lengths is None else list(lengths)
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    algorithms = recipe.algorithms()
+    check_combination(algorithms)
     notes: list[str] = []
+    if lengths is not None:
+        length = length or max(lengths)
+    else:
+        length = length or recipe.task.max_length
+        lengths = [length] * (batch_size or rows_per_pass(recipe, length))
+        notes += [f"all rows counted as full: {a.key()} regroups them by length" for a in algorithms if _regroups(a)]
+    accumulates = recipe.microbatch_size is not None and recipe.microbatch_size < recipe.batch_size
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with _as_before(), _quiet():
         shape = _shape(recipe, length) if task is None else task
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device(device):
             model = models.build_empty_model(recipe.model, shape).train()
         state = _state(_Wrapped(model), device)
-        _apply(recipe.algorithms(), state, notes)
+        _apply(algorithms, state, notes)
         batch = _batch(lengths, length, recipe, device)
-        saved, meter = SavedForBackward(state.model), _Meter(state.model)
+        meter = _Meter(state.model)
         with meter, get_precision_context(state.precision):
-            with saved:
-                outputs = state.model(batch)
-                loss = state.model.loss(outputs, batch)
-            loss.backward()
+            # Composer clears gradients once a batch: from the second microbatch on those of the first are there.
+            for _ in range(2 if accumulates else 1):
+                with (saved := SavedForBackward(state.model)):
+                    outputs = state.model(batch)
+                    loss = state.model.loss(outputs, batch)
+                loss.backward()
         del fake, outputs, loss
         weights = tensor_bytes([*state.model.parameters(), *state.model.buffers()])
         trained = [p for p in state.model.parameters() if p.grad is not None]
@@ -136,8 +145,18 @@ def predict(
         during_step = _during_step(recipe, trained)
     kept = weights + optimizer
     peak = kept + max(meter.peak, gradients + during_step)
-    temporary = max(0, peak - kept - max(saved.bytes, gradients))
-    return Memory(weights, gradients, optimizer, saved.bytes, temporary, peak, tuple(notes))
+    together = saved.bytes + gradients if accumulates else max(saved.bytes, gradients)
+    temporary = max(0, peak - kept - together)
+    return Memory(weights, gradients, optimizer, saved.bytes, temporary, peak, tuple(notes), accumulates)
+
+
+def rows_per_pass(recipe: Recipe, length: int | None = None) -> int:
+    """Samples of a forward pass: the recipe's microbatch or batch, or full rows of `length` for its token budget."""
+    size = min(recipe.microbatch_size or recipe.batch_size, recipe.batch_size)
+    budget = recipe.speedups.get("token_budget_batches", {}).get("tokens_per_batch")
+    if budget is None or size < recipe.batch_size:  # a microbatch is counted in samples whatever the batch holds
+        return size
+    return -(-budget // (length or recipe.task.max_length))
 
 
 def largest_batch(recipe: Recipe, free: int, *, length: int | None = None, step: int = 8) -> int:
@@ -366,6 +385,10 @@ def _apply(algorithms: Sequence[Any], state: State, notes: list[str]) -> None:
             notes.append("counted as not compiled: compiled code usually keeps less")
 
 
+def _regroups(algorithm: Any) -> bool:
+    return isinstance(algorithm, SpeedUp) and algorithm.stage is Stage.DATA and algorithm.slot == "batches"
+
+
 def _batch(lengths: Sequence[int], width: int, recipe: Recipe, device: torch.device) -> dict[str, torch.Tensor]:
     """A batch of that shape; it is real, as what reads lengths must find them, and small."""
     rows = len(lengths)
@@ -394,15 +417,17 @@ def _during_step(recipe: Recipe, trained: Sequence[torch.Tensor]) -> int:
 @contextmanager
 def _as_before() -> Iterator[None]:
     """Put process-wide settings back that speed-ups change, and the random numbers that a forward pass draws."""
+    from composer_speedups.algorithms import sdp_attention
     from composer_speedups.compat import read_float32_precision, write_float32_precision
 
-    precision = read_float32_precision()
+    precision, kernels = read_float32_precision(), sdp_attention._get_kernels()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         write_float32_precision(precision)
+        sdp_attention._restore_kernels(kernels)
 
 
 @contextmanager
