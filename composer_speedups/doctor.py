@@ -17,7 +17,7 @@ import torch
 
 from composer_speedups import hardware, registry
 from composer_speedups.compilation import missing_tools
-from composer_speedups.errors import UserError
+from composer_speedups.errors import TaskError, UserError
 
 if TYPE_CHECKING:
     from composer_speedups.memory import Memory
@@ -111,9 +111,9 @@ def memory_need(
         length: tokens a sample; None is the recipe's, or 256.
 
     Raises:
-        UserError: recipe or model cannot be had.
+        UserError: recipe or model cannot be had, or the model is none whose memory can be predicted.
     """
-    from composer_speedups.memory import free_memory, largest_batch, predict
+    from composer_speedups.memory import free_memory, largest_batch, predict, rows_per_pass
     from composer_speedups.recipes import Recipe, load_recipe
     from composer_speedups.tasks.models import known
 
@@ -133,12 +133,24 @@ def memory_need(
         task = {"name": "dummy", "max_length": length or min(256, room)}
         chosen = Recipe.model_validate({"name": "plain", "task": task, "model": size, "batch_size": batch or 32})
     device = torch.device(hardware.hardware())
-    found = predict(chosen, device=device)
-    rows = min(chosen.microbatch_size or chosen.batch_size, chosen.batch_size)
+    rows = batch or rows_per_pass(chosen)
+    free, largest = free_memory(device), None
+    try:
+        found = predict(chosen, batch_size=rows, device=device)
+        if free is not None:
+            largest = largest_batch(chosen, free)
+            # It looks at multiples of eight only: the size that was asked for may lie above the last one that fits.
+            largest = max(largest, rows) if found.peak <= free else largest
+    except UserError:
+        raise
+    except Exception as error:  # what a model that is no encoder makes of a batch of tokens: anything
+        first = str(error).partition("\n")[0]
+        raise TaskError(
+            f"the memory of {name!r} cannot be predicted ({type(error).__name__}: {first}): choose a BERT-like encoder"
+        ) from error
     what = f"{name}, batch {rows} of {chosen.task.max_length} tokens, "
     what += chosen.name if recipe is not None else "float32 with AdamW"
-    free = free_memory(device)
-    return Need(what, found, free, None if free is None else largest_batch(chosen, free))
+    return Need(what, found, free, largest)
 
 
 def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
@@ -263,7 +275,8 @@ def _config(model: str) -> Any:
     # The sizes of well-known models are known here: no need to ask the hub, and no word about missing weights.
     if not Path(model).exists() and (shape := known(model)) is not None:
         return AutoConfig.for_model(shape[0], **shape[1])
-    return load_config(resolve(ModelSpec(name=model)))
+    # Only the configuration is read: weights without a tokenizer, which cannot be trained, have sizes, too.
+    return load_config(resolve(ModelSpec(name=model, pretrained=False)))
 
 
 def _version(package: str) -> str:

@@ -88,9 +88,10 @@ def _memory(console: Console, need: Need) -> None:
     table.add_column(no_wrap=True, justify="right")
     table.add_column(overflow="fold")
     memory = need.memory
+    gradients = "kept from one microbatch to the next" if memory.accumulated else "they come as activations go"
     for name, size, text in (
         ("weights", memory.weights, ""),
-        ("gradients", memory.gradients, "they come as activations go"),
+        ("gradients", memory.gradients, gradients),
         ("optimizer", memory.optimizer, ""),
         ("activations", memory.activations, "kept for the backward pass"),
         ("temporary", memory.temporary, "in the fullest moment"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BertConfig
+from transformers import BertConfig, GPT2Config, PretrainedConfig, ViTConfig
 
 from composer_speedups import memory, registry
 from composer_speedups.cli import main
@@ -91,6 +91,30 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "does not fit; not even one sample would" in capsys.readouterr().out
 
 
+def test_the_batch_that_was_asked_for_counts_where_it_fits(monkeypatch: pytest.MonkeyPatch):
+    """Sizes are looked for in steps of eight: twelve lies between two of them."""
+    need = memory_need(recipe="demo/fp32", batch=12)
+    monkeypatch.setattr(memory, "free_memory", lambda device: need.memory.peak)
+    assert memory_need(recipe="demo/fp32", batch=12).largest == 12
+    assert memory_need(recipe="demo/fp32", batch=13).largest == 8
+
+
+def test_accumulation_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "parts.yaml").write_text("extends: demo/fp32\nmicrobatch_size: 8\n")
+    for recipe, words in (("demo/fp32", "they come as activations go"), (tmp_path / "parts.yaml", "kept from one")):
+        assert main(["doctor", "--recipe", str(recipe)]) == 0
+        assert words in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("gradients"))
+
+
+def test_a_token_budget_is_told_in_rows(tmp_path: Path):
+    (tmp_path / "budget.yaml").write_text(
+        "extends: demo/fp32\nspeedups: {token_budget_batches: {tokens_per_batch: 5120}}\n"
+    )
+    need = memory_need(recipe=str(tmp_path / "budget.yaml"))
+    assert "batch 40 of 128 tokens" in need.what and any("as full" in note for note in need.memory.notes)
+    assert "batch 2 of 128 tokens" in memory_need(recipe=str(tmp_path / "budget.yaml"), batch=2).what
+
+
 def test_a_recipe_needs_less_with_its_speed_ups():
     plain, packed = memory_need(recipe="cpu/fp32", batch=8).memory, memory_need(recipe="cpu/fastest", batch=8).memory
     assert packed.activations < 0.5 * plain.activations
@@ -113,3 +137,28 @@ def test_a_mistake_is_one_line(option: list[str], capsys: pytest.CaptureFixture[
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "--model", str(tmp_path / "nothing")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=64, vocab_size=100), "ValueError"),
+        (ViTConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64), "AttributeError"),
+    ],
+    ids=["GPT-2", "ViT"],
+)
+def test_a_model_that_is_no_encoder(
+    config: PretrainedConfig, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config.save_pretrained(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path), "--batch", "4", "--length", "16"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    last = err.splitlines()[-1]
+    assert last.startswith("error: ") and f"cannot be predicted ({reason}: " in last and "BERT-like encoder" in last
+
+
+def test_weights_without_a_tokenizer_have_sizes(tmp_path: Path):
+    BertConfig(vocab_size=1001).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()  # nobody looks into it
+    assert "1001 -> 1024" in next(f.detail for f in examine(str(tmp_path)).model if f.name == "vocab_size")
