@@ -128,6 +128,7 @@ def fastest(measure: Measure, sizes: Sequence[int], start: int, limit: int | Non
             return None
         if not fits(tried) or not tried.samples_per_second:
             refused.add(size)
+            speeds.pop(size, None)  # what fits only sometimes is not taken
             return False
         speeds.setdefault(size, []).append(tried.samples_per_second)
         if tried.peak_memory_bytes:
@@ -157,7 +158,7 @@ def fastest(measure: Measure, sizes: Sequence[int], start: int, limit: int | Non
     ranked = sorted(speeds, key=lambda size: -statistics.median(speeds[size]))[:_REFINED]
     for size in ranked if len(speeds) > 1 else ():
         enough = enough and look(size, again=True) is not None
-    return _best(speeds, first)
+    return _best(speeds, first) if speeds else None
 
 
 def _best(speeds: dict[int, list[float]], start: int) -> int:
