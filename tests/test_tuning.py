@@ -7,17 +7,25 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import tuning_fakes as fakes
 from rich.console import Console
 
+from composer_speedups import hardware
+from composer_speedups.ablation import jobs
 from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.ablation.presence import Presence
 from composer_speedups.cli import main
-from composer_speedups.errors import SpeedUpUnavailable, UserError
+from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError
+from composer_speedups.measure import reset_peak_memory
 from composer_speedups.recipes import load_recipe
 from composer_speedups.tune_command import memory_bytes
+from composer_speedups.tuning import jobs as tuning_jobs
 from composer_speedups.tuning import rate as rates
 from composer_speedups.tuning.batch import Tried, fastest, largest
 from composer_speedups.tuning.record import Record, RecordError
@@ -145,6 +153,22 @@ def test_a_budget_ends_it_with_the_best_so_far():
     measure, _ = speeds(float, budget=2)
     assert fastest(measure, batch_sizes(4096), 32, None) == 64
     assert fastest(lambda size: None, [8], 8, None) is None
+
+
+def test_a_size_that_fits_only_sometimes_is_not_taken():
+    """Out of memory when the best are measured once more: the next best is taken, and none where none is left."""
+    seen: list[int] = []
+
+    def measure(size: int, never: bool = False) -> Tried:
+        seen.append(size)
+        if seen.count(size) > 1 and (size == 96 or never):
+            return Tried(size, "out_of_memory", "no room")
+        return Tried(size, "ok", "", 100.0 - abs(size - 96), 1000)
+
+    assert fastest(measure, batch_sizes(4096), 32, None) not in (96, None)
+    assert seen.count(96) == 2
+    seen.clear()
+    assert fastest(lambda size: measure(size, never=True), [8, 16], 8, None) is None
 
 
 # --- Learning rates ---
@@ -283,20 +307,113 @@ def test_a_recipe_in_a_file_and_one_beside_it(tmp_path: Path, isolation: Isolati
 
 
 def test_ctrl_c_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    diary, out = tmp_path / "diary", tmp_path / "x.yaml"
+    diary, whole, out = tmp_path / "diary", tmp_path / "whole", tmp_path / "x.yaml"
     monkeypatch.setenv("TUNING_DIARY", str(diary))
     monkeypatch.setenv("TUNING_PARENT", str(os.getpid()))
-    result, text = search(out, overrides=["description=hang"], samples=20_000)
+    monkeypatch.setenv("TUNING_FAULT", "hang:2")
+    result, text = search(out, samples=20_000)
     assert result.recipe is None and not out.exists() and "2 tries are kept" in text
     before = diary.read_text().splitlines()
     kept = record_path(out).read_text()
     assert kept.count("\n") == 3, "the head and two tries"
     # The same search, now by a process that nobody stops.
-    monkeypatch.setenv("TUNING_DIARY", "")
-    result, text = search(out, overrides=["description=hang"], samples=20_000)
+    monkeypatch.delenv("TUNING_FAULT")
+    result, text = search(out, samples=20_000)
     assert result.recipe is not None and "2 tries of an earlier start are kept" in text
-    assert text.count("batch 32, ") == 1 or "batch 32, " not in text.split("kept")[1].split("\n")[1]
+    after = diary.read_text().splitlines()[len(before) :]
+    monkeypatch.setenv("TUNING_DIARY", str(whole))
+    never, _ = search(tmp_path / "y.yaml", samples=20_000)
+    assert never.recipe is not None and never.recipe.learning_rate == result.recipe.learning_rate
     assert len(before) == 3
+    assert before[:2] + after == whole.read_text().splitlines(), "only what was stopped is repeated"
+
+
+@pytest.mark.parametrize("fault", ["disk:2", "kill:0"])
+def test_what_was_no_fault_of_the_size_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
+    """After a full disk, or a kill by whomever, the same command goes on as if nothing had been."""
+    diary, out = tmp_path / "diary", tmp_path / "x.yaml"
+    monkeypatch.setenv("TUNING_DIARY", str(diary))
+    monkeypatch.setenv("TUNING_FAULT", fault)
+    message = "No space left on device" if fault == "disk:2" else "found to fit: killed by SIGKILL.* --memory-limit"
+    with pytest.raises(UserError, match=message):
+        search(out, samples=8_000)
+    kept = 2 if fault == "disk:2" else 0
+    assert record_path(out).read_text().count("\n") == 1 + kept
+    monkeypatch.delenv("TUNING_FAULT")
+    result, text = search(out, samples=8_000)
+    assert result.recipe is not None and ("2 tries of an earlier start" in text) == bool(kept)
+
+
+def test_a_rate_that_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "x.yaml"
+    monkeypatch.setenv("TUNING_DIARY", str(tmp_path / "diary"))
+    monkeypatch.setenv("TUNING_FAULT", "disk:1")
+    with pytest.raises(UserError, match=r"learning rate \S+ failed: .*No space left"):
+        search(out, batch=False, samples=4_000)
+    monkeypatch.delenv("TUNING_FAULT")
+    result, text = search(out, batch=False, samples=4_000)
+    assert result.recipe is not None and "1 tries of an earlier start" in text
+
+
+def test_a_kill_that_the_kernel_did_not_count_is_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """earlyoom and its like kill without a trace: the search goes on below, and the reason is in the evidence."""
+    monkeypatch.setenv("TUNING_FAULT", "kill:64")
+    result, _ = search(tmp_path / "x.yaml", rate=False, goal="largest")
+    assert result.recipe is not None and result.recipe.batch_size == 64
+    assert "out of memory: killed by SIGKILL" in (tmp_path / "x.yaml").read_text()
+
+
+def test_a_longer_time_limit_tries_again_what_took_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    diary, out = tmp_path / "diary", tmp_path / "x.yaml"
+    monkeypatch.setenv("TUNING_DIARY", str(diary))
+    monkeypatch.setenv("TUNING_FAULT", "slow:2")
+    options = {"overrides": ["batch_size=2"], "constant": True, "goal": "largest", "rate": False}
+    message = "over the time limit of 0.5 s. Raise --timeout, or"
+    with pytest.raises(UserError, match=message):
+        search(out, timeout=0.5, **options)
+    tried = diary.read_text()
+    with pytest.raises(UserError, match=message):
+        search(out, timeout=0.5, **options)
+    assert diary.read_text() == tried, "under the same limit it would end the same way"
+    result, _ = search(out, timeout=60.0, **options)
+    assert result.recipe is not None and result.recipe.microbatch_size is None and "timeout" not in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("duration", "warmup", "share"),
+    [
+        ("6400ba", "0ba", "0.000000dur"),
+        ("6400ba", "64ba", "0.010000dur"),
+        ("4ep", "1ep", "0.250000dur"),
+        ("64000sp", "500ba", "0.250000dur"),
+        ("64000sp", "9000ba", "0.999999dur"),
+        ("4ep", "0.06dur", "0.06dur"),
+    ],
+)
+def test_tries_warm_up_for_the_same_share_as_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, duration: str, warmup: str, share: str
+):
+    """A rate found under a warm-up that the recipe has not may diverge in it."""
+    diary = tmp_path / "diary"
+    monkeypatch.setenv("TUNING_DIARY", str(diary))
+    result, _ = search(
+        tmp_path / "x.yaml", overrides=[f"duration={duration}", f"schedule.warmup={warmup}"], samples=8_000, trials=3
+    )
+    assert result.recipe is not None
+    tries = [line.split() for line in diary.read_text().splitlines()]
+    assert {line[4] for line in tries} == {share} and len({line[0] for line in tries}) > 1
+
+
+def test_tries_beside_another_run_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COMPOSER_SPEEDUPS_PRESENCE", str(tmp_path / "presence"))
+    _, text = search(tmp_path / "alone.yaml", rate=False, samples=4_000)
+    assert "beside another" not in text + (tmp_path / "alone.yaml").read_text()
+    with Presence():
+        _, text = search(tmp_path / "x.yaml", rate=False, samples=4_000)
+    assert "samples/s, 1 MB, loss" in text and ", beside another run\n" in text
+    assert "tries ran beside another measured run on this machine" in text
+    content = (tmp_path / "x.yaml").read_text()
+    assert "ok, beside another run" in content and "# beside another run: measured on this machine" in content
 
 
 def test_the_record_of_another_search_is_refused(tmp_path: Path, isolation: Isolation):
@@ -315,6 +432,46 @@ def test_what_cannot_run_here_or_is_broken(tmp_path: Path, isolation: Isolation)
     with pytest.raises(UserError, match="no batch of demo/bf16 was found to fit"):
         search(tmp_path / "y.yaml", isolation, memory_limit=10)
     assert not (tmp_path / "x.yaml").exists()
+
+
+# --- The memory of a try ---
+
+
+def test_a_step_that_took_too_much_is_noticed_after_it(monkeypatch: pytest.MonkeyPatch):
+    """What a step took is freed again when the report comes; what was taken before the training does not count."""
+    amount = 300_000_000
+    events = []
+
+    def train(payload, report):
+        len(b"x" * amount)
+        report({"phase": "data"})
+        reset_peak_memory(torch.device("cpu"))
+        report({"phase": "train"})
+        for _ in range(payload["steps"]):
+            len(b"x" * amount)
+            report({"phase": "train"})
+
+    monkeypatch.setattr(jobs, "train", train)
+    monkeypatch.setattr(hardware, "hardware", lambda: "cpu")
+    payload = {"memory_limit": tuning_jobs._memory("VmRSS:") + amount // 2, "device_limit": None}
+    tuning_jobs.trial(payload | {"steps": 0}, events.append)
+    assert [event["phase"] for event in events] == ["data", "train"]
+    with pytest.raises(OutOfMemory, match=r"GB of memory taken, over the limit of"):
+        tuning_jobs.trial(payload | {"steps": 1}, events.append)
+    tuning_jobs.trial(payload | {"steps": 1, "memory_limit": None}, events.append)
+
+
+@pytest.mark.parametrize(("limit", "share"), [(8 * 10**9, 0.1), (10**12, 1.0), (None, None)])
+def test_a_gpu_is_told_the_limit(monkeypatch: pytest.MonkeyPatch, limit, share):
+    """Only the calls: the refusal itself needs a GPU."""
+    asked = []
+    monkeypatch.setattr(jobs, "train", lambda payload, report: report({"phase": "train"}))
+    monkeypatch.setattr(hardware, "hardware", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
+    tuning_jobs.trial({"memory_limit": 1, "device_limit": limit}, lambda event: None)
+    assert asked == ([] if share is None else [share])
 
 
 # --- Every row of a study ---
@@ -336,6 +493,8 @@ def test_rows_are_tuned_once_and_what_cannot_run_stays(tmp_path: Path, monkeypat
     before = diary.read_text()
     again = tune_rows(recipes, "demo/fp32", tmp_path / "recipes", settings, **options)
     assert again is not None and [r.to_dict() for r in again[0]] == [r.to_dict() for r in rows]
+    patient = tune_rows(recipes, "demo/fp32", tmp_path / "recipes", replace(settings, timeout=7200.0), **options)
+    assert patient is not None and patient[1] == baseline, "another time limit asks for nothing else"
     assert diary.read_text() == before, "nothing was tried again"
     with pytest.raises(UserError, match="tuned from another recipe, or with another budget"):
         tune_rows(recipes, "demo/fp32", tmp_path / "recipes", Settings(samples=7000), **options)

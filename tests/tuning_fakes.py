@@ -1,7 +1,12 @@
-"""Tries in real processes that take no time: speed, memory and loss follow laws that the tests know."""
+"""Tries in real processes that take no time: speed, memory and loss follow laws that the tests know.
+
+Each try writes a line into the file `$TUNING_DIARY`. `$TUNING_FAULT` makes tries go wrong, `what:number`: after so many
+lines `hang` stops the search as Ctrl-C does, and the `disk` is full; `kill` those of more samples; `slow`: seconds.
+"""
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -47,12 +52,21 @@ def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     together = recipe["microbatch_size"] or batch
     steps = int(recipe["duration"][:-2])
     diary = os.environ.get("TUNING_DIARY")
+    lines = 0
     if diary:
         with Path(diary).open("a") as file:
-            file.write(f"{batch} {together} {rate:g} {steps}\n")
-        if recipe["description"] == "hang" and len(Path(diary).read_text().splitlines()) > 2:
-            os.kill(int(os.environ["TUNING_PARENT"]), signal.SIGINT)
-            time.sleep(30)
+            file.write(f"{batch} {together} {rate:g} {steps} {recipe['schedule']['warmup']}\n")
+        lines = len(Path(diary).read_text().splitlines())
+    fault, _, number = os.environ.get("TUNING_FAULT", "").partition(":")
+    if fault == "hang" and lines > int(number):
+        os.kill(int(os.environ["TUNING_PARENT"]), signal.SIGINT)
+        time.sleep(30)
+    if fault == "disk" and lines > int(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    if fault == "kill" and together > int(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "slow":
+        time.sleep(float(number))
     if recipe["description"] == "broken":
         raise RuntimeError("the loss function is missing")
     if together > FITS:

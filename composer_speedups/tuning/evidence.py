@@ -9,6 +9,7 @@ from composer_speedups.tuning.rate import Rated
 
 __all__ = ["batch_lines", "rate_lines"]
 
+_BESIDE = ", beside another run"
 _WORDS = {"out_of_memory": "out of memory", "over_limit": "over the limit"}
 
 
@@ -23,16 +24,18 @@ def batch_lines(trials: Sequence[Mapping[str, Any]], noun: str) -> list[str]:
     for trial in sorted(trials, key=lambda t: (t["size"], t["number"])):
         speed, peak = trial["samples_per_second"], trial["peak_memory_bytes"]
         status = _WORDS.get(trial["status"], trial["status"])
+        status += _BESIDE if trial["overlapped"] else ""
         rows.append(
             (
                 str(trial["size"]),
                 "-" if speed is None else f"{speed:.1f}",
                 "-" if peak is None else f"{peak / 1e6:,.0f}",
                 str(trial["steps"]),
-                status if status == "ok" or not trial["reason"] else f"{status}: {trial['reason'][:70]}",
+                status if trial["status"] == "ok" or not trial["reason"] else f"{status}: {trial['reason'][:70]}",
             )
         )
-    return _aligned(rows)
+    note = "beside another run: measured on this machine at the same time, and each slowed the other down"
+    return _aligned(rows) + [note] * any(trial["overlapped"] for trial in trials)
 
 
 def rate_lines(tried: Sequence[Rated], samples: Sequence[int]) -> list[str]:

@@ -52,25 +52,36 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
 
 
 def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
-    """Train as a study's run does; on a CPU, end as soon as more memory is taken than `payload["memory_limit"]`.
+    """Train as a study's run does, within the memory that the search allows.
 
-    A GPU refuses by itself what does not fit; a machine without one would begin to swap, or kill what else runs on it.
+    A GPU refuses by itself what does not fit: the whole of it, or what is over `payload["device_limit"]`, where that is
+    not None. A machine without one would begin to swap, or kill what else runs on it: there a try ends after the first
+    step that is known to have taken more than `payload["memory_limit"]`. That step itself is not cut short.
     """
-    limit = payload["memory_limit"] if hardware.hardware() == "cpu" else None
+    cuda = hardware.hardware() == "cuda"
+    if cuda and payload["device_limit"] is not None:
+        import torch
+
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, payload["device_limit"] / total))
+    limit = None if cuda else payload["memory_limit"]
 
     def watch(event: Any) -> None:
-        size = _resident() if limit is not None else 0
-        if limit is not None and size > limit:
-            raise OutOfMemory(f"{size / 1e9:.2f} GB of memory in use, over the limit of {limit / 1e9:.2f} GB")
+        if limit is not None:
+            # Reports come between steps, when the activations are freed again: what a step took, its peak tells. The
+            # peak is counted anew when the training begins; before that, it may be that of the preparations.
+            size = _memory("VmHWM:" if event.get("phase") == "train" else "VmRSS:")
+            if size > limit:
+                raise OutOfMemory(f"{size / 1e9:.2f} GB of memory taken, over the limit of {limit / 1e9:.2f} GB")
         report(event)
 
     return jobs.train(payload, watch)
 
 
-def _resident() -> int:
-    """Bytes of memory that this process holds."""
+def _memory(which: str) -> int:
+    """Bytes of memory that this process holds (`VmRSS:`), or held at most (`VmHWM:`); 0 where that is not told."""
     try:
         with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS:"))
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(which))
     except (OSError, StopIteration):
         return 0

@@ -17,7 +17,7 @@ from composer_speedups.errors import UserError
 
 __all__ = ["Record", "RecordError"]
 
-_FORMAT = 1
+_FORMAT = 2  # 1: warm-ups that were not the recipe's, and failures
 _BEGIN = b'{"check": "'
 
 

@@ -44,6 +44,7 @@ _LEAST_TRAINING = 20  # steps that the recipe's own duration must have
 _FITTING = 4  # steps that show whether a batch fits: the optimizer's state is there after the first
 _SHARE = {"cpu": 0.8, "cuda": 0.95}  # of the memory there is, where no limit is given
 _VARYING = 0.85  # on a GPU, where batches differ in tokens: the fullest one need not be among those tried
+_KILLED = "SIGKILL"  # in the reason of a try that somebody or something killed
 _IDENTITY = ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "variables")
 
 
@@ -267,6 +268,7 @@ class _Session:
             most = max(recipe.batch_size, self._own_samples() // _LEAST_TRAINING)
             sizes, start = batch_sizes(max(1, min(most, self.samples)), capability), recipe.batch_size
         self._calls: Counter[int] = Counter()
+        self.tried = list[dict[str, Any]]()
         if self.goal == "largest":
             fixed = 0
             if self.predicted and self.limit:
@@ -277,11 +279,14 @@ class _Session:
             size = batches.largest(self._measure, sizes, start, self.limit, fixed)
         else:
             size = batches.fastest(self._measure, sizes, start, self.limit)
-        tried = self.record.find(kind="batch")
+        tried = self.tried
         if size is None:
             reason = next((f": {t['reason']}" for t in reversed(tried) if t["reason"]), "")
+            ended = {t["status"] for t in tried}
+            ways = ["--timeout"] * ("timeout" in ended) + ["--memory-limit"] * bool(ended - {"timeout"})
+            ways += ["--samples"] * (self.goal == "fastest")
             raise UserError(
-                f"no {noun} of {recipe.name} was found to fit{reason}. Raise --memory-limit or --samples, or shorten "
+                f"no {noun} of {recipe.name} was found to fit{reason}. Raise {' or '.join(ways)}, or shorten "
                 f"task.max_length"
             )
         speeds = [t["samples_per_second"] for t in tried if t["size"] == size and t["samples_per_second"]]
@@ -291,6 +296,13 @@ class _Session:
         lines = [f"The {self.goal} {noun}{within}: {size}{speed}. Tried:", *batch_lines(tried, noun)]
         reason = f"the {self.goal} of {count} tried{speed}"
         self.display.say(f"{noun} {size}: {reason}", style="bold")
+        shared = sum(t["overlapped"] for t in tried)
+        if shared and self.goal == "fastest":
+            self.display.say(
+                f"{shared} of {len(tried)} tries ran beside another measured run on this machine, which slowed them. "
+                f"Tune again when it is idle",
+                style="yellow",
+            )
         if constant:
             micro = None if size == recipe.batch_size else size
             return recipe.model_copy(update={"microbatch_size": micro}), lines, reason
@@ -309,16 +321,13 @@ class _Session:
             if steps < _FITTING:
                 return None
             self.used += steps * batch
-        known = self.record.find(kind="batch", size=size, number=number)
-        if known:
-            trial = known[0]
-        else:
-            micro = (None if size == batch else size) if self.settings.constant else None
-            changed = {"batch_size": batch, "microbatch_size": micro}
-            rate = rates.scaled_rate(recipe.learning_rate, recipe.batch_size, batch)
-            label = f"{'microbatch' if self.settings.constant else 'batch'} {size}"
-            trial = {"kind": "batch", "size": size, "number": number, "steps": steps}
-            trial = self.record.add(trial | self._try(label, recipe.model_copy(update=changed), rate, steps))
+        micro = (None if size == batch else size) if self.settings.constant else None
+        changed = {"batch_size": batch, "microbatch_size": micro}
+        rate = rates.scaled_rate(recipe.learning_rate, recipe.batch_size, batch)
+        label = f"{'microbatch' if self.settings.constant else 'batch'} {size}"
+        what = {"kind": "batch", "size": size, "number": number}
+        trial = self._once(what, label, recipe.model_copy(update=changed), rate, steps)
+        self.tried.append(trial)
         return batches.Tried(
             size, trial["status"], trial["reason"], trial["samples_per_second"], trial["peak_memory_bytes"]
         )
@@ -337,15 +346,10 @@ class _Session:
             return recipe, [f"Learning rate: {rule}. Not searched: {note}."], f"{rule}; not searched"
 
         def train(rate: float, samples: int) -> float | None:
-            known = self.record.find(kind="rate", rate=rate, samples=samples, batch=recipe.batch_size)
-            if known:
-                trial = known[0]
-            else:
-                steps = samples // recipe.batch_size
-                trial = {"kind": "rate", "rate": rate, "samples": samples, "batch": recipe.batch_size, "steps": steps}
-                trial = self.record.add(trial | self._try(f"learning rate {rate:g}", recipe, rate, steps))
+            what = {"kind": "rate", "rate": rate, "samples": samples, "batch": recipe.batch_size}
+            trial = self._once(what, f"learning rate {rate:g}", recipe, rate, samples // recipe.batch_size)
             self.used += samples
-            if trial["status"] == "failed":
+            if trial["status"] in ("failed", "skipped"):
                 raise UserError(f"learning rate {rate:g} failed: {trial['reason']}")
             if trial["status"] != "ok":
                 return None
@@ -367,6 +371,24 @@ class _Session:
 
     # --- One try ---
 
+    def _once(self, what: dict[str, Any], label: str, recipe: Recipe, rate: float, steps: int) -> dict[str, Any]:
+        """What came of the try `what`: from the record, or made now and recorded, if it would end the same way again.
+
+        What need not end so again is left out: a mistake may be mended, a full disk emptied, and a kill may have been
+        anybody's. The same command then tries it again.
+        """
+
+        def lasting(trial: dict[str, Any]) -> bool:
+            if trial["status"] == "timeout":  # under a longer limit it may end well
+                return trial["allowed"] >= self.settings.timeout
+            return trial["status"] not in ("failed", "skipped") and _KILLED not in trial["reason"]
+
+        known = [trial for trial in self.record.find(**what) if lasting(trial)]
+        if known:
+            return known[-1]
+        trial = what | {"steps": steps} | self._try(label, recipe, rate, steps)
+        return self.record.add(trial) if lasting(trial) else trial
+
     def _try(self, label: str, recipe: Recipe, rate: float, steps: int) -> dict[str, Any]:
         """Train `steps` steps in a fresh process; what came of it, for the record."""
         plain = recipe.to_dict() | {
@@ -376,12 +398,16 @@ class _Session:
             "loggers": {},
             "published": None,
         }
-        if not plain["schedule"]["warmup"].endswith("dur"):  # of the whole training, it would outlast a try
-            plain["schedule"] = plain["schedule"] | {"warmup": "0.1dur"}
+        plain["schedule"] = plain["schedule"] | {"warmup": self._warmup()}
         self.display.used = self.used
         self.display.start(label)
         outcome = self.isolation.run(
-            {"recipe": plain, "seed": recipe.seed, "memory_limit": self.limit},
+            {
+                "recipe": plain,
+                "seed": recipe.seed,
+                "memory_limit": self.limit,
+                "device_limit": self.settings.memory_limit,
+            },
             timeout=self.settings.timeout,
             report=self.display.progress,
             tick=self.display.tick,
@@ -390,6 +416,9 @@ class _Session:
         status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
         if status == "interrupted":
             raise KeyboardInterrupt
+        if status == "failed" and _KILLED in reason and not self.cuda:
+            # The kernel counts the processes that it kills, and `isolate` looks there; earlyoom and its like do not.
+            status = "out_of_memory"
         peak = value.get("peak_memory_bytes")
         if status == "ok" and self.limit and peak and peak > self.limit:
             status, reason = "over_limit", f"{peak / 1e9:.2f} GB"
@@ -403,6 +432,8 @@ class _Session:
             "peak_memory_bytes": peak,
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             "seconds": round(outcome.seconds, 2),
+            "allowed": self.settings.timeout,
+            "overlapped": outcome.overlapped,
         }
         facts = [f"{outcome.seconds:.1f} s"]
         if result["samples_per_second"]:
@@ -413,6 +444,8 @@ class _Session:
             facts.append(f"loss {result['loss']:.4f}")
         elif status == "ok":
             facts.append("the loss was not finite")
+        if outcome.overlapped:
+            facts.append("beside another run")
         words = "" if status == "ok" else f"{status.replace('_', ' ')}: {result['reason']}; "
         self.display.say(f"  {label}, {steps} steps: {words}{', '.join(facts)}")
         return result
@@ -440,6 +473,15 @@ class _Session:
         """Samples of the recipe's own duration."""
         amount, unit = int(self.recipe.duration[:-2]), self.recipe.duration[-2:]
         return {"ep": amount * self.samples, "ba": amount * self.recipe.batch_size, "sp": amount}[unit]
+
+    def _warmup(self) -> str:
+        """The recipe's warm-up as a share of a training: counted in batches, it would outlast a try."""
+        warmup = self.recipe.schedule.warmup
+        if warmup.endswith("dur"):
+            return warmup
+        one = {"ep": self.samples, "ba": self.recipe.batch_size, "sp": 1}[warmup[-2:]]
+        # A share is below 1: such a training is warm-up to its end.
+        return f"{min(0.999999, int(warmup[:-2]) * one / self._own_samples()):.6f}dur"
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
