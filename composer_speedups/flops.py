@@ -7,12 +7,20 @@ out: under one per cent for BERT-base.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-__all__ = ["model_flops"]
+__all__ = ["local_attention", "model_flops", "pairs_within"]
 
 
-def model_flops(model: torch.nn.Module, tokens: float, squared_lengths: float, predicted: float = 0.0) -> float:
+def model_flops(
+    model: torch.nn.Module,
+    tokens: float,
+    squared_lengths: float,
+    predicted: float = 0.0,
+    local_pairs: float | None = None,
+) -> float:
     """FLOPs of one training step (forward and backward).
 
     Args:
@@ -20,20 +28,59 @@ def model_flops(model: torch.nn.Module, tokens: float, squared_lengths: float, p
         tokens: real tokens of the step.
         squared_lengths: the sum over the samples of their length squared.
         predicted: tokens that an MLM head has to predict; 0 for classification.
+        local_pairs: the sum over the samples of `pairs_within` the reach of `local_attention`; None counts layers
+            with local attention as the others.
 
     Returns:
         `6 * tokens * weights of the encoder's linear layers`, the attention's `12 * layers * width *
-        squared_lengths`, and `6 * predicted * weights of the head`.
+        squared_lengths` (`local_pairs` in layers that see a window), and `6 * predicted * weights of the head`.
     """
     base = getattr(model, "base_model", model)
     layers = getattr(model.config, "num_hidden_layers", 0)
     width = getattr(model.config, "hidden_size", 0)
-    # ALBERT runs the same layer several times; its weights count once for each.
-    shared = layers if getattr(model.config, "num_hidden_groups", 0) == 1 else 1
-    encoder = sum(w.numel() for name, w in _weights(base) if "pooler" not in name) * shared
+    # ALBERT runs the same layers several times; their weights count each time, those of its embedding once.
+    groups = getattr(model.config, "num_hidden_groups", 0)
+    shared = layers / groups if groups else 1
+    encoder = sum(
+        w.numel() * (shared if "albert_layer_groups" in name else 1)
+        for name, w in _weights(base)
+        if "pooler" not in name
+    )
     inside = {id(w) for _, w in _weights(base)}
     head = sum(w.numel() for _, w in _weights(model) if id(w) not in inside)
-    return 6.0 * tokens * encoder + 12.0 * layers * width * squared_lengths + 6.0 * predicted * head
+    layers *= getattr(model.config, "inner_group_num", 1)  # of ALBERT: layers in each of those that it counts
+    local = local_attention(model.config)[0] if local_pairs is not None else 0
+    pairs = (layers - local) * squared_lengths + local * (local_pairs or 0.0)
+    return 6.0 * tokens * encoder + 12.0 * width * pairs + 6.0 * predicted * head
+
+
+def local_attention(config: Any) -> tuple[int, int | None]:
+    """How many of a model's layers see a window only, and how far it reaches to either side; (0, None) without any.
+
+    >>> from transformers import BertConfig
+    >>> local_attention(BertConfig())
+    (0, None)
+    """
+    window = getattr(config, "local_attention", None)  # of ModernBERT: tokens on both sides together
+    if not isinstance(window, int) or window <= 0:
+        return 0, None
+    layers = range(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None)  # transformers 5; 4.53 has every how many layers see everything
+    if kinds is not None:
+        count = sum(kinds[i] == "sliding_attention" for i in layers)
+    else:
+        count = sum(i % getattr(config, "global_attn_every_n_layers", 1) != 0 for i in layers)
+    return (count, window // 2) if count else (0, None)
+
+
+def pairs_within(lengths: torch.Tensor, reach: int) -> torch.Tensor:
+    """The sum over samples of `lengths` of their pairs of tokens that are at most `reach` apart; one scalar tensor.
+
+    >>> pairs_within(torch.tensor([3, 5]), 1).item()  # 3 with themselves, 4 beside each other; 5 and 8
+    20
+    """
+    far = (lengths - 1).clamp(0, reach)
+    return (lengths * (2 * far + 1) - far * (far + 1)).sum()
 
 
 def _weights(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -1,12 +1,14 @@
 """A Composer callback that measures a training run without disturbing it.
 
-Seconds per step come from a monotonic clock (CUDA events on a GPU), from the end of one batch to the end of the
-next, loading included, evaluation and checkpoints left out. Lengths and losses stay on the device until the end.
+Seconds per step come from a monotonic clock (CUDA events on a GPU), from the moment in which Composer asks for a batch
+to the batch's end: loading is included, evaluation and checkpoints, which come between two batches, are left out.
+Lengths stay on the device until the end. Losses are those that Composer has read at each step.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 
@@ -15,6 +17,7 @@ from composer.core import Callback, State, TimeUnit
 from composer.loggers import Logger
 from composer.utils import dist
 
+from composer_speedups.flops import pairs_within
 from composer_speedups.results import Progress
 
 __all__ = ["Measurement", "peak_memory", "reset_peak_memory"]
@@ -48,7 +51,8 @@ def peak_memory(device: torch.device) -> int | None:
         pass
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes here, the others kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Measurement(Callback):
@@ -59,6 +63,7 @@ class Measurement(Callback):
         compile_seconds: tells how many seconds this process has spent compiling so far; steps during which that
             grows are not counted in the speeds.
         stop_requested: asked after each batch; True ends the training after that batch, in good order.
+        reach: how far the model's local attention layers see to either side; None where it has none.
     """
 
     def __init__(
@@ -66,10 +71,12 @@ class Measurement(Callback):
         report: Callable[[Progress], None] | None = None,
         compile_seconds: Callable[[], float] = lambda: 0.0,
         stop_requested: Callable[[], bool] = lambda: False,
+        reach: int | None = None,
     ) -> None:
         self._report = report
         self._compile_seconds = compile_seconds
         self._stop_requested = stop_requested
+        self._reach = reach
         self.losses: list[float] = []
         self.samples: list[int] = []
         self.compiling: list[bool] = []
@@ -84,6 +91,10 @@ class Measurement(Callback):
         self._next_report = 0.0
         self._bad = 0
         self._steps = 0
+        # A run that finds nothing left to train has no fit, but evaluates.
+        self._cuda = self._fitting = False
+        self._mark: object = 0.0
+        self._first = True  # batch of an epoch
 
     # ---- events
 
@@ -94,9 +105,18 @@ class Measurement(Callback):
         self._steps = _steps(state)
         self._began = time.perf_counter()
         self._mark = self._now()
+        self._fitting = self._first = True
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         self._mark = self._now()
+        self._first = True
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        # The batch before, its evaluation and its checkpoint are done. The epoch's first batch counts from the epoch's
+        # start, as its loader, with all workers, is started before this event.
+        if not self._first:
+            self._mark = self._now()
+        self._first = False
 
     def eval_start(self, state: State, logger: Logger) -> None:
         self.evaluating = True
@@ -109,15 +129,17 @@ class Measurement(Callback):
 
     def eval_end(self, state: State, logger: Logger) -> None:
         self.evaluating = False
-        self.eval_seconds += time.perf_counter() - self._eval_began
-        self._mark = self._now()
+        if self._fitting:  # Composer's last evaluation may come after the fit's end, outside of its seconds
+            self.eval_seconds += time.perf_counter() - self._eval_began
 
     def batch_start(self, state: State, logger: Logger) -> None:
         batch = state.batch
         mask = batch.get("attention_mask") if isinstance(batch, dict) else None
         if mask is not None:
             lengths = mask.sum(1)
-            self._lengths.append(torch.stack([lengths.sum(), lengths.square().sum()]))
+            squares = lengths.square().sum()
+            local = squares if self._reach is None else pairs_within(lengths, self._reach)
+            self._lengths.append(torch.stack([lengths.sum(), squares, local]))
             self._padded_tokens += mask.numel()
         self.samples.append(state.batch_get_item("labels").shape[0])
 
@@ -145,6 +167,7 @@ class Measurement(Callback):
         if self._cuda:
             torch.cuda.synchronize()
         self.fit_seconds = time.perf_counter() - self._began
+        self._fitting = False
 
     # ---- results
 
@@ -155,13 +178,13 @@ class Measurement(Callback):
             return [begin.elapsed_time(end) / 1000 for begin, end in self._ticks]  # type: ignore[attr-defined]
         return [end - begin for begin, end in self._ticks]  # type: ignore[operator]
 
-    def tokens(self) -> list[tuple[int, int]]:
-        """Real tokens of each step, and the sum of the squares of the samples' lengths."""
-        return [tuple(pair) for pair in torch.stack(self._lengths).tolist()] if self._lengths else []
+    def tokens(self) -> list[tuple[int, int, int]]:
+        """Of each step: real tokens, the sum of the squares of the samples' lengths, and the pairs within `reach`."""
+        return [tuple(sums) for sums in torch.stack(self._lengths).tolist()] if self._lengths else []
 
     def padding_share(self) -> float | None:
         """The share of all tokens of all batches that were padding."""
-        real = sum(tokens for tokens, _ in self.tokens())
+        real = sum(tokens for tokens, *_ in self.tokens())
         return 1 - real / self._padded_tokens if self._padded_tokens else None
 
     # ---- helpers

@@ -37,7 +37,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from composer_speedups.algorithms.torch_compile import compile_statistics
 from composer_speedups.checkpoints import Checkpoints, exclusive, writing
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
-from composer_speedups.flops import model_flops
+from composer_speedups.flops import local_attention, model_flops
 from composer_speedups.measure import Measurement, peak_memory
 from composer_speedups.recipes import Recipe
 from composer_speedups.results import Progress, RunResult
@@ -117,7 +117,12 @@ def run(
             checkpoints.check(composer_model)
             checkpoints.begin()
         interrupted, caught = stack.enter_context(_stop_on_interrupt()), stack.enter_context(_collect_warnings())
-        measurement = Measurement(report, lambda: compile_statistics()["compile_seconds"], interrupted.is_set)
+        measurement = Measurement(
+            report,
+            lambda: compile_statistics()["compile_seconds"],
+            interrupted.is_set,
+            reach=local_attention(model.config)[1],
+        )
         with _explained_out_of_memory(recipe):
             trainer = _trainer(
                 recipe, seed, device, composer_model, task, algorithms, measurement, checkpoints, checkpoint_interval
@@ -298,10 +303,10 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
         result.samples_per_second = world * sum(measurement.samples[i] for i in counted) / spent
     if spent > 0 and tokens:
         real = sum(tokens[i][0] for i in counted)
-        squares = sum(tokens[i][1] for i in counted)
+        squares, local = (sum(tokens[i][part] for i in counted) for part in (1, 2))
         predicted = real * recipe.task.mlm_probability if task.objective == "mlm" else 0.0
         result.real_tokens_per_second = world * real / spent
-        flops = model_flops(trainer._original_model.model, real, squares, predicted)
+        flops = model_flops(trainer._original_model.model, real, squares, predicted, local)
         result.model_flops_per_second = world * flops / spent
     for name, metric in (state.eval_metrics.get("eval") or {}).items():
         value = float(metric.compute()) if metric.update_called else math.nan

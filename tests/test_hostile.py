@@ -134,6 +134,18 @@ def test_finished_run_resumed_says_so_and_writes_the_model(isolation, whole, sav
     assert outcome.value["losses"] == []
 
 
+def test_finished_run_with_a_checkpoint_at_its_very_end_is_evaluated(tmp_path) -> None:
+    """With the default interval the last checkpoint leaves nothing to fit, and Composer is asked to evaluate only."""
+    first, model = run(tiny(), save=tmp_path), tmp_path / "model.safetensors"
+    written = model.read_bytes()
+    model.unlink()
+    again = run(tiny(), save=tmp_path, resume=True)
+    assert (again.status, again.losses, again.eval_loss) == ("ok", [], first.eval_loss)
+    assert "at the end of the training already" in again.reason
+    assert again.wallclock_seconds == again.train_seconds == 0
+    assert model.read_bytes() == written
+
+
 @pytest.mark.parametrize("interval", ["1ba", "1ep"])
 def test_ctrl_c_and_resume_with_dropout_equals_uninterrupted(whole, tmp_path, interval: str) -> None:
     """Stopping evaluates before it saves; that must not move the random state that dropout goes on from."""
@@ -147,6 +159,7 @@ def test_ctrl_c_and_resume_with_dropout_equals_uninterrupted(whole, tmp_path, in
     first = run(tiny(), save=tmp_path, report=interrupt, checkpoint_interval=interval)
     assert first.status == "interrupted" and 0 < first.steps < STEPS
     assert first.eval_loss is not None
+    assert first.train_seconds == first.wallclock_seconds, "Composer evaluated after the end of the fit"
     second = run(tiny(), save=tmp_path, resume=True, checkpoint_interval=interval)
     assert first.losses + second.losses == whole["losses"]  # bit for bit
     assert (tmp_path / "model.safetensors").read_bytes() == whole["model"]

@@ -6,14 +6,18 @@ import json
 import math
 import os
 import signal
+import statistics
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from composer_speedups import measure
+from composer_speedups import checkpoints, measure, training
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
-from composer_speedups.flops import model_flops
+from composer_speedups.flops import local_attention, model_flops, pairs_within
 from composer_speedups.recipes import load_recipe
 from composer_speedups.training import run
 
@@ -44,11 +48,48 @@ def test_measures_what_it_says() -> None:
     assert result.real_tokens_per_second < result.samples_per_second * 32 * (1 - result.padding_share) * 1.5
     assert 0 <= result.eval_accuracy <= 1 and result.eval_loss > 0
     assert result.peak_memory_bytes > 50 * 2**20
-    assert result.wallclock_seconds >= result.train_seconds > sum(result.step_seconds) * 0.9
+    assert result.wallclock_seconds > result.train_seconds > sum(result.step_seconds) * 0.9
     assert {p.phase for p in seen} >= {"train", "eval"}
     last = [p for p in seen if p.phase == "train"][-1]
     assert (last.step, last.steps, last.seconds_left) == (8, 8, 0)
     json.dumps(result.as_dict())
+
+
+def test_steps_include_loading_and_no_checkpoints(tmp_path, monkeypatch) -> None:
+    starting, loading, writing = 0.2, 0.05, 0.4  # seconds; sleep is never shorter than asked for
+
+    def slow(seconds, function):
+        def later(*args, **kwargs):
+            time.sleep(seconds)
+            return function(*args, **kwargs)
+
+        return later
+
+    def make_loader(*args, make=training._loader, **kwargs):
+        loader = make(*args, **kwargs)
+        loader.collate_fn = slow(loading, loader.collate_fn)
+        return loader
+
+    monkeypatch.setattr(training, "_loader", make_loader)
+    monkeypatch.setattr(DataLoader, "__iter__", slow(starting, DataLoader.__iter__))
+    monkeypatch.setattr(
+        checkpoints.checkpoint, "save_checkpoint", slow(writing, checkpoints.checkpoint.save_checkpoint)
+    )
+    result = run(tiny(), save=tmp_path, checkpoint_interval="1ba")
+    assert len(result.step_seconds) == 8 and min(result.step_seconds) >= loading
+    assert result.step_seconds[0] >= starting + loading, "an epoch's first batch waits for its loader to start"
+    assert statistics.median(result.step_seconds) < writing
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_peak_memory_without_proc(platform: str, unit: int, monkeypatch) -> None:
+    def missing(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(measure, "open", missing, raising=False)
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=5000))
+    monkeypatch.setattr("sys.platform", platform)
+    assert measure.peak_memory(torch.device("cpu")) == 5000 * unit
 
 
 def test_same_seed_same_losses_and_another_seed_others() -> None:
@@ -136,6 +177,7 @@ def test_loss_that_stays_nan_ends_the_run() -> None:
     assert not result.finite
     assert result.steps < 400
     assert "unstable" in result.reason
+    assert result.train_seconds == result.wallclock_seconds, "Composer evaluated after the end of the fit"
 
 
 def test_what_the_machine_lacks_is_said_before_training() -> None:
@@ -171,6 +213,54 @@ def test_flops_of_bert() -> None:
     model = BertForSequenceClassification(config)
     expected = 6 * 1000 * 3 * 12 * 64**2 + 12 * 3 * 64 * 50_000
     assert model_flops(model, 1000, 50_000) == expected
+
+
+@pytest.mark.parametrize(("groups", "inner"), [(1, 1), (3, 1), (2, 2)])
+def test_flops_of_albert(groups: int, inner: int) -> None:
+    """Its layers run several times each; what makes its small embeddings wide runs once."""
+    from transformers import AlbertConfig, AlbertForSequenceClassification
+
+    config = AlbertConfig(
+        vocab_size=100, embedding_size=16, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
+        intermediate_size=256, num_hidden_groups=groups, inner_group_num=inner,
+    )  # fmt: skip
+    expected = 6 * 1000 * (6 * inner * 12 * 64**2 + 16 * 64) + 12 * 6 * inner * 64 * 50_000
+    assert model_flops(AlbertForSequenceClassification(config), 1000, 50_000) == expected
+
+
+def modern_bert():
+    from transformers import ModernBertConfig
+
+    return ModernBertConfig(
+        vocab_size=256, hidden_size=64, num_hidden_layers=5, num_attention_heads=4, intermediate_size=96,
+        local_attention=8, pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+
+def test_flops_of_modern_bert() -> None:
+    """Of five layers two see everything, the first and the fourth; the others four tokens to either side."""
+    from transformers import ModernBertForSequenceClassification
+
+    config, lengths = modern_bert(), [1, 3, 5, 6, 20]
+    assert local_attention(config) == (3, 4)
+    near = sum(abs(i - j) <= 4 for length in lengths for i in range(length) for j in range(length))
+    assert pairs_within(torch.tensor(lengths), 4) == near
+    tokens, squares = sum(lengths), sum(length**2 for length in lengths)
+    layer = 4 * 64**2 + 3 * 64 * 96  # query, key, value, out; in, gate, out
+    expected = 6 * tokens * 5 * layer + 12 * 64 * (2 * squares + 3 * near)
+    model = ModernBertForSequenceClassification(config)
+    assert model_flops(model, tokens, squares, local_pairs=near) == expected
+
+
+def test_flops_of_modern_bert_in_a_run(tmp_path) -> None:
+    modern_bert().save_pretrained(tmp_path)
+    task = "task={name: dummy, max_length: 32, vocabulary: 256, train_samples: 64, eval_samples: 16}"
+    sizes = {"num_hidden_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    overrides = [task, f"model.name={tmp_path}", f"model.config={json.dumps(sizes)}", "batch_size=8", "duration=8ba"]
+    result = run(load_recipe("demo/fp32", [*overrides, "schedule.warmup=2ba"]))
+    near = sum(abs(i - j) <= 4 for i in range(32) for j in range(32))
+    sample = 6 * 32 * 5 * (4 * 64**2 + 3 * 64 * 96) + 12 * 64 * (2 * 32**2 + 3 * near)
+    assert result.model_flops_per_second == pytest.approx(result.samples_per_second * sample)
 
 
 def test_tensorboard_logger_from_the_recipe(tmp_path) -> None:
