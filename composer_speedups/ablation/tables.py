@@ -194,9 +194,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
             lines.append(f"* {name}: {', '.join(row['no_effect'])} changed nothing, so this row does not show it")
         if row.get("compile_seconds") and row["seeds"]:
             lines.append(_break_even(row, name))
-    if shared := [(name, row["overlapped"]) for row, name in zip(rows, names, strict=True) if row.get("overlapped")]:
-        which = "; ".join(f"{name} seed{'s' * (len(s) > 1)} {', '.join(map(str, s))}" for name, s in shared)
-        count = sum(len(seeds) for _, seeds in shared)
+    if shared := [(name, row) for row, name in zip(rows, names, strict=True) if row.get("overlapped")]:
+        which = "; ".join(_overlaps(row, name) for name, row in shared)
+        if all(row["overlapped"] == row["seeds"] for row in rows if row["seeds"]):
+            which = "all there are"
+        count = sum(len(row["overlapped"]) for _, row in shared)
         lines.append(
             f"† {count} run{'s' * (count > 1)} overlapped with another measured run on this machine, and each slowed "
             f"the other down: {which}. Such speeds are not the recipe's own; measure them again, into another --out"
@@ -204,6 +206,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if any(row["speed_verdict"] == "not judged" and row["seeds"] for row in rows):
         lines.append("Stable ?, speed not judged: one seed tells nothing about the spread; run 3 or more (--seeds 3)")
     return lines
+
+
+def _overlaps(row: Row, name: str) -> str:
+    seeds = row["overlapped"]
+    if seeds == row["seeds"] and len(seeds) > 1:
+        return f"{name}, all seeds"
+    return f"{name} seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _break_even(row: Row, name: str) -> str:
