@@ -190,9 +190,9 @@ def test_no_pictures_of_what_nobody_looked_at(tmp_path: Path):
 def test_runs_that_overlapped_are_told(tmp_path: Path):
     found = make(tmp_path, fast={"overlapped": True})
     note = next(note for note in notes(found.rows) if "overlapped" in note)
-    assert note.startswith("† 3 runs overlapped with another") and "down: fast, all seeds." in note
+    assert note.startswith("† 3 runs overlapped with another") and "fast, all seeds." in note
     one = [row | {"overlapped": row["overlapped"][:1]} for row in found.rows]
-    assert any("down: fast seed 0." in note for note in notes(one))
+    assert any("fast seed 0." in note for note in notes(one))
     every = [row | {"overlapped": row["seeds"]} for row in found.rows]
     assert any("down: all there are." in note for note in notes(every))
     page = (tmp_path / "report.html").read_text()
