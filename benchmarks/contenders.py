@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from composer_speedups import registry
-from composer_speedups.compilation import compile_statistics
+from composer_speedups.compilation import compile_statistics, use_cache
 from composer_speedups.recipes import Recipe
 from composer_speedups.speedup import algorithm_passes
 from composer_speedups.tasks import build_model, build_task
@@ -199,8 +199,6 @@ def _bare(recipe: Recipe, steps: int, seed: int, compile_cache: str | None = Non
 
     With `compile_cache` the whole model is compiled, as PyTorch does it by itself, with the cache in that folder.
     """
-    import os
-
     from composer.core import Event
     from torch.utils.data import DataLoader, DistributedSampler
 
@@ -221,7 +219,7 @@ def _bare(recipe: Recipe, steps: int, seed: int, compile_cache: str | None = Non
         else:
             apply(model, **kwargs)
     if compile_cache is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
+        use_cache(compile_cache)
         model.compile()
     warmup = max(1, steps // 10)
 

@@ -76,7 +76,7 @@ def interleaved(
     # A run's interpreter does not look into the current folder.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.getenv("PYTHONPATH")]))
     recipes = {name: _shortened(entry, batches) for name, entry in entries.items()}
-    write_entries(entries, recipes, folder)
+    _write_entries(entries, recipes, folder)
     rows, names = [], list(entries)
     with Isolation("benchmarks.contenders:measure", (*PRELOAD, "benchmarks.contenders")) as isolation:
         for repetition in range(repetitions):
@@ -106,7 +106,7 @@ def interleaved(
     return rows
 
 
-def write_entries(entries: Mapping[str, Entry], recipes: Mapping[str, Recipe], folder: Path) -> None:
+def _write_entries(entries: Mapping[str, Entry], recipes: Mapping[str, Recipe], folder: Path) -> None:
     """Write `entries.json`: by its name in the table, who did what, with batch, learning rate and all else resolved."""
     facts = {
         name: {"contender": entry.contender, "arguments": dict(entry.arguments), "recipe": recipes[name].to_dict()}

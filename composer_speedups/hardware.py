@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["environment", "hardware", "matmul_peak", "same_machine", "summary"]
+__all__ = ["IDENTITY", "environment", "hardware", "matmul_peak", "resident_memory", "same_machine", "summary"]
 
 _PACKAGES = (
     "torch",
@@ -27,6 +27,8 @@ _PACKAGES = (
     "numpy",
     "composer_speedups",
 )
+# The facts of `environment` that two speeds must have in common to be compared.
+IDENTITY = ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "variables")
 # What changes speed or numerics. Their values are recorded, and nothing else of the user's environment.
 _VARIABLES = (
     "OMP_NUM_THREADS",
@@ -103,7 +105,7 @@ def same_machine(one: dict[str, Any], other: dict[str, Any]) -> str:
     >>> same_machine({"python": "3.11.9"}, {"python": "3.12.1"})
     'python 3.11.9 there, 3.12.1 here'
     """
-    for key in ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "variables"):
+    for key in IDENTITY:
         before, now = one.get(key), other.get(key)
         if before == now:
             continue
@@ -115,6 +117,16 @@ def same_machine(one: dict[str, Any], other: dict[str, Any]) -> str:
             continue
         return f"{key} {_show(before)} there, {_show(now)} here"
     return ""
+
+
+def resident_memory(*, peak: bool = False) -> int | None:
+    """Bytes of memory that this process holds now, or held at most; None where Linux's /proc does not tell."""
+    field = "VmHWM:" if peak else "VmRSS:"
+    try:
+        with open("/proc/self/status") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith(field)), None)
+    except OSError:
+        return None
 
 
 def summary(facts: dict[str, Any]) -> str:

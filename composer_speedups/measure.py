@@ -17,6 +17,7 @@ from composer.core import Callback, State, TimeUnit
 from composer.loggers import Logger
 from composer.utils import dist
 
+from composer_speedups import hardware
 from composer_speedups.flops import pairs_within
 from composer_speedups.results import Progress
 
@@ -42,13 +43,8 @@ def peak_memory(device: torch.device) -> int | None:
     """Bytes: the CUDA allocator's peak, or the process's largest resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    if (peak := hardware.resident_memory(peak=True)) is not None:
+        return peak
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes here, the others kibibytes

@@ -420,14 +420,14 @@ def _as_before() -> Iterator[None]:
     from composer_speedups.algorithms import sdp_attention
     from composer_speedups.compat import read_float32_precision, write_float32_precision
 
-    precision, kernels = read_float32_precision(), sdp_attention._get_kernels()
+    precision, kernels = read_float32_precision(), sdp_attention.enabled_kernels()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         write_float32_precision(precision)
-        sdp_attention._restore_kernels(kernels)
+        sdp_attention.enable_kernels(kernels)
 
 
 @contextmanager

@@ -15,7 +15,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from composer_speedups.recipe_yaml import show
 from composer_speedups.tasks.spec import ModelSpec, TaskSpec
 
-__all__ = ["LOGGERS", "OptimizerSpec", "Published", "RecipeFields", "ScheduleSpec", "SuiteFields", "explain", "nearest"]
+__all__ = [
+    "LOGGERS",
+    "OptimizerSpec",
+    "Published",
+    "RecipeFields",
+    "ScheduleSpec",
+    "SuiteFields",
+    "explain",
+    "in_samples",
+    "nearest",
+]
 
 Scalar = bool | int | float | str | None
 
@@ -221,6 +231,15 @@ class SuiteFields(_Fields):
         "a list of recipe names", "[finetune/fp32, finetune/fp16]", min_length=1, max_length=200
     )
     overrides: dict[str, Any] = _field("a mapping, in a recipe's form", "{duration: 200ba}", {})
+
+
+def in_samples(time: str, dataset: int, batch: int) -> int:
+    """How many samples a duration or warm-up is, with `dataset` samples an epoch.
+
+    >>> in_samples("2ep", 8000, 32), in_samples("10ba", 8000, 32), in_samples("500sp", 8000, 32)
+    (16000, 320, 500)
+    """
+    return int(time[:-2]) * {"ep": dataset, "ba": batch, "sp": 1}[time[-2:]]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

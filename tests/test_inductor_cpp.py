@@ -54,9 +54,8 @@ print(json.dumps({
 
 
 def run(cache: Path, *compile: str, **environment: str) -> dict:
-    full = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"} | environment
-    full.pop("TORCHINDUCTOR_VEC_ISA_OK", None)
-    full |= environment
+    own = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_VEC_ISA_OK"}
+    full = own | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(cache), *compile], env=full, capture_output=True, text=True
     )

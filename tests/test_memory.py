@@ -162,7 +162,7 @@ def test_speed_ups_that_contradict_each_other():
 
 def test_nothing_is_left_behind():
     def settings() -> tuple[object, ...]:
-        return torch.get_float32_matmul_precision(), sdp_attention._get_kernels()
+        return torch.get_float32_matmul_precision(), sdp_attention.enabled_kernels()
 
     before, seed = settings(), torch.random.get_rng_state()
     small = ["model.config={num_hidden_layers: 1}", "model.pretrained=false"]

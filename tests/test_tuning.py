@@ -460,7 +460,7 @@ def test_a_step_that_took_too_much_is_noticed_after_it(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(jobs, "train", train)
     monkeypatch.setattr(hardware, "hardware", lambda: "cpu")
-    payload = {"memory_limit": tuning_jobs._memory("VmRSS:") + amount // 2, "device_limit": None}
+    payload = {"memory_limit": hardware.resident_memory() + amount // 2, "device_limit": None}
     tuning_jobs.trial(payload | {"steps": 0}, events.append)
     assert [event["phase"] for event in events] == ["data", "train"]
     with pytest.raises(OutOfMemory, match=r"GB of memory taken, over the limit of"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import Run
+from composer_speedups.recipe_schema import in_samples
 
 __all__ = ["duration", "expected_seconds", "remaining_seconds"]
 
@@ -34,9 +34,7 @@ def expected_seconds(recipe: Mapping[str, Any], peaks: Mapping[str, float], hard
     if task.get("objective") == "mlm":
         weights += hidden * shape["vocab_size"]
     samples = task.get("train_samples") or 8000
-    match = re.fullmatch(r"(\d+)(ep|ba|sp)", str(recipe.get("duration")))
-    amount, unit = (int(match[1]), match[2]) if match else (1, "ep")
-    trained = amount * {"ep": samples, "ba": recipe.get("batch_size") or 32, "sp": 1}[unit]
+    trained = in_samples(recipe.get("duration") or "1ep", samples, recipe.get("batch_size") or 32)
     evaluated = (task.get("eval_samples") or samples // 10) if recipe.get("evaluate") else 0
     # Two operations a weight and token forward, twice that backward.
     operations = 2 * weights * length * (3 * trained + evaluated)

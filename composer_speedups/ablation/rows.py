@@ -10,7 +10,7 @@ from typing import Any
 from composer_speedups.ablation.statistics import Margins, Noise, compare_quality, compare_speed, pooled_noise, spread
 from composer_speedups.ablation.store import Run
 
-__all__ = ["build_rows", "precision", "speed_key"]
+__all__ = ["REGROUPING", "build_rows", "precision", "speed_key"]
 
 # Fields of a run whose median over the seeds is the row's.
 _MEDIANS = (
@@ -28,7 +28,7 @@ _MEDIANS = (
 _LOOKED_AT_ONCE = ("step_profile", "step_profile_other", "memory", "memory_predicted")
 _NOT_RUN = "not run yet"
 # Their batches are of like lengths: over less than an epoch, samples/s says which lengths came up.
-_REGROUPING = {"length_grouped_batches", "token_budget_batches"}
+REGROUPING = {"length_grouped_batches", "token_budget_batches"}
 
 
 def build_rows(
@@ -73,7 +73,7 @@ def build_rows(
 
 def speed_key(recipe: Mapping[str, Any]) -> str:
     """The field of a result by which a recipe's speed is compared: samples/s, or real tokens/s if it regroups them."""
-    return "real_tokens_per_second" if _REGROUPING & (recipe.get("speedups") or {}).keys() else "samples_per_second"
+    return "real_tokens_per_second" if REGROUPING & (recipe.get("speedups") or {}).keys() else "samples_per_second"
 
 
 def precision(recipe: Mapping[str, Any], hardware: str) -> str:

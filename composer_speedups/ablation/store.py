@@ -217,9 +217,9 @@ class Store:
         Of those with one of `seeds`, if given.
         """
         with self._write() as db:
-            query = f"SELECT id FROM runs WHERE status IN ({_marks(statuses)})"
-            query += "" if seeds is None else f" AND seed IN ({_marks(seeds)})"
-            ids = [row[0] for row in db.execute(query, (*statuses, *(seeds or ())))]
+            asked, wanted = _of_seeds(seeds)
+            query = f"SELECT id FROM runs WHERE status IN ({_marks(statuses)}) AND {asked}"
+            ids = [row[0] for row in db.execute(query, (*statuses, *wanted))]
             for number in ids:
                 self._clear(db, number)
             return len(ids)
@@ -228,11 +228,11 @@ class Store:
         """Take the next run that nobody has, of those with one of `seeds`, if given; None if none is left to take."""
         with self._write() as db:
             self._void_dead_claims(db)
-            asked = "" if seeds is None else f"AND seed IN ({_marks(seeds)}) "
+            asked, wanted = _of_seeds(seeds)
             row = db.execute(
                 "SELECT id, recipe, seed, position, attempts FROM runs WHERE status IN ('pending', 'interrupted') "
-                f"{asked}ORDER BY position LIMIT 1",
-                tuple(seeds or ()),
+                f"AND {asked} ORDER BY position LIMIT 1",
+                wanted,
             ).fetchone()
             if row is None:
                 return None
@@ -298,9 +298,9 @@ class Store:
         """How many runs, of those with one of `seeds`, if given, have each status; dead claims count as pending."""
         with self._write() as db:
             self._void_dead_claims(db)
-            asked = "" if seeds is None else f" WHERE seed IN ({_marks(seeds)})"
-            query = f"SELECT status, count(*) FROM runs{asked} GROUP BY status"
-            return dict(db.execute(query, tuple(seeds or ())).fetchall())
+            asked, wanted = _of_seeds(seeds)
+            query = f"SELECT status, count(*) FROM runs WHERE {asked} GROUP BY status"
+            return dict(db.execute(query, wanted).fetchall())
 
     def log(self, run: int) -> str:
         row = self._db.execute("SELECT text FROM logs WHERE run = ?", (run,)).fetchone()
@@ -445,6 +445,11 @@ def _difference(stored: dict[str, Any], asked: dict[str, Any]) -> str:
 def _number(values: Sequence[Any], index: int) -> float | None:
     value = values[index] if index < len(values) else None
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _of_seeds(seeds: Sequence[int] | None) -> tuple[str, tuple[int, ...]]:
+    """SQL's condition for runs with one of `seeds`, any if None, and its values."""
+    return ("true", ()) if seeds is None else (f"seed IN ({_marks(seeds)})", tuple(seeds))
 
 
 def _marks(values: Sequence[Any]) -> str:

@@ -44,7 +44,7 @@ from composer_speedups.compat import (
 from composer_speedups.kernels.attention_kernels import AttentionWatch
 from composer_speedups.speedup import SpeedUp, Stage
 
-__all__ = ["SDPAttention", "apply_sdp_attention"]
+__all__ = ["SDPAttention", "apply_sdp_attention", "enable_kernels", "enabled_kernels"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -120,7 +120,7 @@ class SDPAttention(SpeedUp):
         _stop_stale_watch()
         self._watch, self._tries = AttentionWatch(), 0
         if self._flags is None:
-            self._flags = _get_kernels()
+            self._flags = enabled_kernels()
         layers = list(_attention_layers(state.model))
         already = sum(how == "sdpa" for _, _, how in layers)
         reasons = sorted({r for o, m, how in layers if how == "eager" and (r := why_no_sdpa(o, m))})
@@ -157,7 +157,7 @@ class SDPAttention(SpeedUp):
         elif event is Event.FIT_END:
             self._watch.stop()
             if self.backend != "auto" and self._flags is not None:
-                _restore_kernels(self._flags)
+                enable_kernels(self._flags)
 
     def _look(self, state: State) -> None:
         self._watch.stop()  # running still if the last forward pass ran out of memory and is tried again
@@ -209,10 +209,11 @@ def _stop_stale_watch() -> None:
 
 
 def _set_kernels(backend: str) -> None:
-    _restore_kernels(tuple(backend == name for name in BACKENDS[1:]))
+    enable_kernels(tuple(backend == name for name in BACKENDS[1:]))
 
 
-def _get_kernels() -> tuple[bool, ...]:
+def enabled_kernels() -> tuple[bool, ...]:
+    """Which of PyTorch's attention kernels this process may use, in the order of `BACKENDS`."""
     cuda = torch.backends.cuda  # so named, but CPU code obeys them too
     return (
         cuda.flash_sdp_enabled(),
@@ -222,7 +223,8 @@ def _get_kernels() -> tuple[bool, ...]:
     )
 
 
-def _restore_kernels(flags: tuple[bool, ...]) -> None:
+def enable_kernels(flags: tuple[bool, ...]) -> None:
+    """Allow what `enabled_kernels` said, and nothing else."""
     cuda = torch.backends.cuda
     switches = (
         cuda.enable_flash_sdp,

@@ -18,6 +18,7 @@ from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.study import Entries, run_study
 from composer_speedups.errors import UserError
+from composer_speedups.recipe_schema import in_samples
 from composer_speedups.recommend.choice import PLAIN, Answer, answer, final_rows, made, screen, screening_rows
 from composer_speedups.tuning.written import write_recipe
 
@@ -109,7 +110,7 @@ class _Work:
         self.command, self.console, self.entries, self.isolation = command, console, entries, isolation
         self.overhead = self.step = 0.0
         self.order: list[str] = []
-        self.samples: int | None = None  # that the recipe's own training sees
+        self.dataset = 0  # samples of an epoch
 
     def go(self, candidates: str, minutes: float) -> Recommendation:
         say = self.console.print
@@ -123,7 +124,7 @@ class _Work:
             raise UserError(facts["error"])
         self.order = [*self.base.speedups, *(one["key"] for one in facts["candidates"])]
         rejected = {name: f"unavailable: {reason}" for name, reason in facts["unavailable"].items()}
-        self.samples = _trained(self.base, facts["samples"])
+        self.dataset = facts["samples"]
         self._same_machine(facts["environment"])
         chosen = self._stored(self.out)
         screening = self._stored(self.out / "screening")
@@ -134,7 +135,7 @@ class _Work:
         if not chosen:
             chosen, more = self._choose(facts, screening)
             rejected |= more
-        else:  # the rows of the study are settled: only the reasons are wanted
+        elif screening:  # the rows of the study are settled: only the reasons are wanted
             _, more = self._screened(screening, facts)
             settled = "the study's rows are settled: choose another --out to look again"
             rejected |= {name: why.replace("Give more --minutes", settled) for name, why in more.items()}
@@ -331,7 +332,9 @@ class _Work:
         )
         if result.interrupted:
             raise KeyboardInterrupt
-        found = answer(result.findings.rows, CONFIDENCE, self.samples)
+        # Only now: a duration in batches is more samples or fewer with the batch that was measured.
+        samples = in_samples(self.base.duration, self.dataset, self.base.batch_size)
+        found = answer(result.findings.rows, CONFIDENCE, samples)
         return self._finished(found, rejected, result.findings, folder)
 
     def _finished(
@@ -380,13 +383,6 @@ class _Work:
         """What of a recipe bears on speed, in the form that is measured."""
         free = {"name", "description", "published", "extends", "batch_size", "eval_batch_size"}
         return {key: value for key, value in self._short(recipe, 1).to_dict().items() if key not in free}
-
-
-def _trained(recipe: Recipe, samples: int) -> int | None:
-    """How many samples the recipe's own training sees."""
-    number, unit = int(recipe.duration[:-2]), recipe.duration[-2:]
-    scale = {"ep": samples, "ba": recipe.batch_size, "sp": 1}.get(unit)
-    return None if scale is None else number * scale
 
 
 def _wrapped(text: str) -> list[str]:

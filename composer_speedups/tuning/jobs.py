@@ -70,18 +70,9 @@ def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         if limit is not None:
             # Reports come between steps, when the activations are freed again: what a step took, its peak tells. The
             # peak is counted anew when the training begins; before that, it may be that of the preparations.
-            size = _memory("VmHWM:" if event.get("phase") == "train" else "VmRSS:")
-            if size > limit:
+            size = hardware.resident_memory(peak=event.get("phase") == "train")
+            if size is not None and size > limit:
                 raise OutOfMemory(f"{size / 1e9:.2f} GB of memory taken, over the limit of {limit / 1e9:.2f} GB")
         report(event)
 
     return jobs.train(payload, watch)
-
-
-def _memory(which: str) -> int:
-    """Bytes of memory that this process holds (`VmRSS:`), or held at most (`VmHWM:`); 0 where that is not told."""
-    try:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(which))
-    except (OSError, StopIteration):
-        return 0

@@ -18,6 +18,7 @@ from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import SpeedUpUnavailable, UserError
+from composer_speedups.recipe_schema import in_samples
 from composer_speedups.tuning import batch as batches
 from composer_speedups.tuning import rate as rates
 from composer_speedups.tuning.evidence import batch_lines, rate_lines
@@ -45,7 +46,6 @@ _FITTING = 4  # steps that show whether a batch fits: the optimizer's state is t
 _SHARE = {"cpu": 0.8, "cuda": 0.95}  # of the memory there is, where no limit is given
 _VARYING = 0.85  # on a GPU, where batches differ in tokens: the fullest one need not be among those tried
 _KILLED = "SIGKILL"  # in the reason of a try that somebody or something killed
-_IDENTITY = ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "variables")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def tune(
         search = {
             "recipe": {k: v for k, v in recipe.to_dict().items() if k not in ("name", "description", "published")},
             "settings": {k: v for k, v in asdict(settings).items() if k != "timeout"},
-            "machine": {key: session.facts.get(key) for key in _IDENTITY},
+            "machine": {key: session.facts.get(key) for key in hardware.IDENTITY},
         }
         record = Record(record_path(out), search)
         session.announce(record, out)
@@ -471,17 +471,16 @@ class _Session:
 
     def _own_samples(self) -> int:
         """Samples of the recipe's own duration."""
-        amount, unit = int(self.recipe.duration[:-2]), self.recipe.duration[-2:]
-        return {"ep": amount * self.samples, "ba": amount * self.recipe.batch_size, "sp": amount}[unit]
+        return in_samples(self.recipe.duration, self.samples, self.recipe.batch_size)
 
     def _warmup(self) -> str:
         """The recipe's warm-up as a share of a training: counted in batches, it would outlast a try."""
         warmup = self.recipe.schedule.warmup
         if warmup.endswith("dur"):
             return warmup
-        one = {"ep": self.samples, "ba": self.recipe.batch_size, "sp": 1}[warmup[-2:]]
+        samples = in_samples(warmup, self.samples, self.recipe.batch_size)
         # A share is below 1: such a training is warm-up to its end.
-        return f"{min(0.999999, int(warmup[:-2]) * one / self._own_samples()):.6f}dur"
+        return f"{min(0.999999, samples / self._own_samples()):.6f}dur"
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

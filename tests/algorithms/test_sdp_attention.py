@@ -312,14 +312,14 @@ def test_warns_when_there_is_no_attention(make_trainer) -> None:
 
 
 def test_backend_holds_for_training_and_is_undone(make_trainer, tiny_bert) -> None:
-    before = module._get_kernels()
+    before = module.enabled_kernels()
     algorithm = SDPAttention(backend="math")
     trainer = make_trainer([algorithm], model=tiny_bert)  # SDPA already, and yet it changes something
     trainer.fit()
     assert algorithm.evidence["kernel"] == "math" and algorithm.evidence["changed"] == 2
-    assert module._get_kernels() == before
+    assert module.enabled_kernels() == before
     trainer.fit(duration="1ep")
-    assert module._get_kernels() == before
+    assert module.enabled_kernels() == before
 
 
 def test_backend_that_cannot_work_here_raises_before_training(make_trainer) -> None:
