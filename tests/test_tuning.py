@@ -144,6 +144,26 @@ def test_where_all_are_as_fast_the_own_batch_stays():
     assert max(tries) <= 64
 
 
+@pytest.mark.parametrize("budget", [6, 100], ids=["each size once", "the best again"])
+def test_a_gain_within_the_machines_noise_is_none(budget: int):
+    measured: dict[int, list[float]] = {}
+
+    def law(size: int) -> float:  # the first of each size is 1 or 8 % above the second, as it happens
+        found = measured.setdefault(size, [])
+        found.append(100.0 if found else 101.0 if size == 32 else 108.0)
+        return found[-1]
+
+    measure, tries = speeds(law, budget=budget)
+    assert fastest(measure, batch_sizes(256), 32, None) == 32
+    assert (len(set(tries)) == len(tries)) == (budget == 6)
+
+
+def test_what_is_far_slower_ends_a_direction():
+    measure, tries = speeds(lambda size: 100.0 if size <= 64 else 50.0)
+    assert fastest(measure, batch_sizes(4096), 32, None) == 32
+    assert max(tries) == 128
+
+
 def test_the_limit_is_kept_and_not_run_into():
     measure, tries = speeds(lambda size: float(size), limit=100)
     assert fastest(measure, batch_sizes(4096), 8, 1000 + 10 * 100) in (64, 96)
@@ -180,11 +200,11 @@ def test_the_scaling_rule():
     assert rates.scaled_rate(1e-4, 64, 32) == pytest.approx(7.07e-5)
 
 
-@pytest.mark.parametrize("budget", [600, 2_000, 8_000, 50_000])
+@pytest.mark.parametrize("budget", [1_400, 4_000, 16_000, 50_000])
 @pytest.mark.parametrize("trials", [2, 8, 20])
 def test_rates_stay_within_the_budget(budget: int, trials: int):
     plan = rates.plan(budget, 32, trials, 10_000)
-    assert plan is not None and plan.samples[0] >= 8 * 32 and plan.samples[-1] <= 10_000
+    assert plan is not None and plan.samples[0] >= 20 * 32 and plan.samples[-1] <= 10_000
     used = []
 
     def train(rate: float, samples: int) -> float:
@@ -200,7 +220,7 @@ def test_rates_stay_within_the_budget(budget: int, trials: int):
 
 
 def test_a_few_samples_are_too_few():
-    assert rates.plan(400, 32, 8, 10_000) is None
+    assert rates.plan(1_000, 32, 8, 10_000) is None
 
 
 def test_rates_that_diverge_are_not_taken():
@@ -243,7 +263,7 @@ def test_a_record_survives_a_kill_and_refuses_damage(tmp_path: Path):
 
 def test_the_largest_batch_then_its_rate(tmp_path: Path, isolation: Isolation):
     out = tmp_path / "new.yaml"
-    result, text = search(out, isolation, goal="largest", samples=40_000, trials=8)
+    result, text = search(out, isolation, goal="largest", samples=160_000, trials=8)
     assert result.recipe is not None
     assert result.recipe.batch_size == 216, "the largest multiple of 8 that is no more than what fits"
     found = load_recipe(out, check_arguments=False)
@@ -253,7 +273,7 @@ def test_the_largest_batch_then_its_rate(tmp_path: Path, isolation: Isolation):
     content = out.read_text()
     assert "extends: demo/bf16" in content and "out of memory" in content and "pruned" in content
     assert "0.001 x sqrt(216/32) = 0.0026" in content
-    assert "Budget: 40,000 samples" in text and not record_path(out).exists()
+    assert "Budget: 160,000 samples" in text and not record_path(out).exists()
 
 
 def test_the_fastest_batch_within_a_limit(tmp_path: Path, isolation: Isolation):

@@ -13,7 +13,9 @@ from composer_speedups.errors import UserError
 
 __all__ = ["Measure", "Tried", "fastest", "fits", "largest"]
 
-_NOISE = 0.03  # speeds that differ by less are taken for equal: two runs of the same thing do
+_NOISE = 0.03  # speeds that differ by less are taken for equal: two runs of the same thing do, on a quiet machine
+_UNREPEATED = 0.10  # the same, where no size was measured twice and the machine's noise is not known
+_CLEAR = 0.15  # slower by so much is no noise
 _REFINED = 3  # the fastest few are measured once more
 
 
@@ -107,8 +109,8 @@ def fastest(measure: Measure, sizes: Sequence[int], start: int, limit: int | Non
     """The size with the most samples per second among those that fit; None if none was found to.
 
     From `start` it doubles, then halves, while that brings speed; then looks between the best and its neighbours,
-    and measures the best few once more. Of sizes that are as fast, the one nearest to `start` is taken: it asks for
-    the smallest change of the learning rate.
+    and measures the best few once more. Of sizes that are as fast, within what two measurements of one size differ
+    by, the one nearest to `start` is taken: it asks for the smallest change of the learning rate.
     """
     speeds: dict[int, list[float]] = {}
     peaks: dict[int, int] = {}
@@ -148,7 +150,7 @@ def fastest(measure: Measure, sizes: Sequence[int], start: int, limit: int | Non
             better = look(size)
             enough = better is not None
             misses = 0 if better or size in refused else misses + 1
-            if size in refused and factor > 1:
+            if (size in refused and factor > 1) or _far_below_the_best(size, speeds):
                 break
     if not speeds:
         return None
@@ -161,9 +163,16 @@ def fastest(measure: Measure, sizes: Sequence[int], start: int, limit: int | Non
     return _best(speeds, first) if speeds else None
 
 
+def _far_below_the_best(size: int, speeds: dict[int, list[float]]) -> bool:
+    best = max(map(statistics.median, speeds.values()), default=0.0)
+    return size in speeds and statistics.median(speeds[size]) < (1 - _CLEAR) * best
+
+
 def _best(speeds: dict[int, list[float]], start: int) -> int:
     top = max(map(statistics.median, speeds.values()))
-    equal = [size for size, found in speeds.items() if statistics.median(found) >= (1 - _NOISE) * top]
+    repeated = [1 - min(found) / max(found) for found in speeds.values() if len(found) > 1]
+    noise = max(_NOISE, *repeated) if repeated else _UNREPEATED
+    equal = [size for size, found in speeds.items() if statistics.median(found) >= (1 - noise) * top]
     return min(equal, key=lambda size: (max(size / start, start / size), size))
 
 

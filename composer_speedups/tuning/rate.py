@@ -14,13 +14,13 @@ from types import ModuleType
 
 from composer_speedups.errors import UserError
 
-__all__ = ["Plan", "Rated", "optuna_or_error", "plan", "scaled_rate", "search"]
+__all__ = ["LEAST_STEPS", "Plan", "Rated", "optuna_or_error", "plan", "scaled_rate", "search"]
 
 _SPAN = 8.0  # rates from an eighth to eight times the scaling rule's
 _FIRST = (1.0, 0.5, 2.0)  # of the rule's: the neighbours tell on which side to look
 _KEPT = 2  # of so many, one goes on to a run of so many times the length
 _LEVELS = 3
-_LEAST_STEPS = 8  # of the shortest run: with fewer, the warm-up is most of it
+LEAST_STEPS = 20  # of the shortest run: with fewer, the warm-up weighs too much, and low rates look best
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def plan(budget: int, batch: int, trials: int, longest: int) -> Plan | None:
     >>> plan(30_000, 32, 8, 100_000)
     Plan(trials=8, samples=(1024, 2048, 4096))
     """
-    least = _LEAST_STEPS * batch
+    least = LEAST_STEPS * batch
     for levels in range(_LEVELS, 0, -1):
         # Halving as runs come in promotes somewhat more than every second one.
         share = sum((trials / _KEPT**n + n / 2) * _KEPT**n for n in range(levels))

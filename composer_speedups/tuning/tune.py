@@ -39,9 +39,8 @@ ENTRIES = Entries(
 )
 GOALS = ("largest", "fastest")
 SAMPLES = 16_000
-_TRIES = 8  # of the batch, that a budget is divided by
+_TRIES = 12  # of the batch, that a budget is divided by
 _LEAST, _MOST = 6, 60  # steps of a try: three of them are warm-up
-_LEAST_TRAINING = 20  # steps that the recipe's own duration must have
 _FITTING = 4  # steps that show whether a batch fits: the optimizer's state is there after the first
 _SHARE = {"cpu": 0.8, "cuda": 0.95}  # of the memory there is, where no limit is given
 _VARYING = 0.85  # on a GPU, where batches differ in tokens: the fullest one need not be among those tried
@@ -265,7 +264,7 @@ class _Session:
         else:
             capability = min((float(g["capability"]) for g in self.facts["gpus"]), default=None)
             # A batch that leaves a training only a few steps is fast, and learns nothing.
-            most = max(recipe.batch_size, self._own_samples() // _LEAST_TRAINING)
+            most = max(recipe.batch_size, self._own_samples() // rates.LEAST_STEPS)
             sizes, start = batch_sizes(max(1, min(most, self.samples)), capability), recipe.batch_size
         self._calls: Counter[int] = Counter()
         self.tried = list[dict[str, Any]]()
@@ -337,10 +336,10 @@ class _Session:
     def _search_rate(self, recipe: Recipe, start: float, rule: str) -> tuple[Recipe, list[str], str]:
         budget = self.settings.samples - (self.used if self.settings.batch and self.goal == "fastest" else 0)
         # One epoch at most: a loss over samples that were seen before says less.
-        longest = max(min(self._own_samples(), self.samples), 8 * recipe.batch_size)
+        longest = max(min(self._own_samples(), self.samples), rates.LEAST_STEPS * recipe.batch_size)
         plan = rates.plan(budget, recipe.batch_size, self.settings.trials, longest)
         if plan is None:
-            least = 2 * 8 * recipe.batch_size
+            least = 2 * rates.LEAST_STEPS * recipe.batch_size
             note = f"{budget:,} samples are too few to compare rates at batch {recipe.batch_size} (at least {least:,})"
             self.display.say(f"learning rate {start:g}: {rule}; {note}", style="bold")
             return recipe, [f"Learning rate: {rule}. Not searched: {note}."], f"{rule}; not searched"
