@@ -48,6 +48,7 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
         *_optimizers(device),
         *_norms(device, tokens, width),
         *_activations(device, tokens, width),
+        *_projections(device, tokens, width),
     ]
     kernels += [*_attention(device, width), *_losses(device, tokens)]
     precisions = ("tf32", "bf16") if device.type == "cuda" else ("fp32", "bf16")
@@ -206,6 +207,10 @@ def _norms(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
         apply_fast_dropout(low_dropout)
     parts = "LowPrecisionNorm" + (" + FastDropout" if device.type == "cpu" else "")
     yield Kernel(block, f"{block}: {parts}", both_ways(lambda: low(low_dropout(x) + residual)), bytes=fused)
+    drop = 4 * size  # read x, write y; read dy, write dx
+    yield Kernel("dropout", "dropout: PyTorch", both_ways(lambda: dropout(x)), bytes=drop)
+    if device.type == "cpu":
+        yield Kernel("dropout", "dropout: FastDropout", both_ways(lambda: low_dropout(x)), bytes=drop)
     weight, bias = stock.weight, stock.bias
     one = both_ways(lambda: dropout_add_norm(x, residual, weight, bias, 0.1))
     yield Kernel(block, f"{block}: FusedDropoutAddNorm", one, bytes=fused)
@@ -228,6 +233,31 @@ def _activations(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
 
         ours = Kernel("bias + GELU", "bias + GELU: FusedBiasGELU", lambda: bias_gelu(x, bias).backward(gradient), moved)
         yield ours
+
+
+def _projections(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
+    """Queries, keys and values: by three linear layers, and as `Unpadding` does it, from their weights stacked."""
+    import torch
+    import torch.nn.functional as F
+
+    x, gradient = (torch.randn(tokens, n * width, device=device).bfloat16() for n in (1, 3))
+    x.requires_grad_()
+    layers = [torch.nn.Linear(width, width, device=device) for _ in "qkv"]
+    flops = 3 * 2 * tokens * 3 * width**2
+
+    def three() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            out = [layer(x) for layer in layers]
+        torch.autograd.backward(out, gradient.chunk(3, -1))
+
+    def stacked() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
+            out = F.linear(x, weight, bias).split(width, -1)
+        torch.autograd.backward(out, gradient.chunk(3, -1))
+
+    yield Kernel("QKV", "queries, keys, values: three linear layers", three, flops=flops)
+    yield Kernel("QKV", "queries, keys, values: weights stacked, as in Unpadding", stacked, flops=flops)
 
 
 def _attention(device: Any, width: int) -> Iterator[Kernel]:

@@ -1,15 +1,15 @@
 """Inductor's first compilation on CPUs, sooner: no probes of what is known, and the headers parsed once.
 
 With an empty cache Inductor asks for each vector instruction set, by compiling a test that includes PyTorch's headers
-and loading it in a new Python process that imports PyTorch: some eight seconds here, and half of them again in each
-later process. PyTorch itself has found out which instructions the CPU has; whether the compiler takes their flags is
+and loading it in a new Python process that imports PyTorch: seconds each, and half of them again in each later
+process. PyTorch itself has found out which instructions the CPU has; whether the compiler takes their flags is
 asked here with an empty file. (For AVX512-BF16, VNNI and AMX newer versions still probe.)
 
-Then each kernel is a C++ file of its own that begins with the same header, and two thirds of its compilation is
-reading that header. GCC takes `name.h.gch` beside `name.h` if the flags agree, and ignores it if they do not; it is
+Then each kernel is a C++ file of its own that begins with the same header, and most of its compilation is reading
+that header. GCC takes `name.h.gch` beside `name.h` if the flags agree, and ignores it if they do not; it is
 made in the background while the model is being prepared. From 2.8 on PyTorch precompiles by itself.
 
-The code that runs is the same.
+The code that runs is the same. What it saves is in benchmarks/results/2026-11-21_cpu_compiling_2.
 """
 
 from __future__ import annotations

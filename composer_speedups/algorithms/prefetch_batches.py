@@ -6,8 +6,8 @@ their own, from page-locked memory, they run beside the computation.
 
 **Numerics.** None: the same batches in the same order, bit for bit, also after resuming.
 
-**When it pays.** A batch of token ids is small: expect a per cent where steps take a few milliseconds, and
-nothing where they take a hundred. Larger for inputs that are large themselves (images, embeddings).
+**When it pays.** A batch of token ids is small: expect little, and that where steps are short. More for inputs that are
+large themselves (images, embeddings).
 
 **Needs.** CUDA, and a `DataLoader` with `num_workers` of 1 or more (`workers` in a recipe): without workers the
 next batch would be made by the training process, at another time than without this speed-up, which changes the

@@ -3,14 +3,14 @@
 **Why it is faster.** On a CPU PyTorch asks the C library for each tensor. From 32 MiB on (and at first from
 128 KiB) glibc maps fresh pages for it and unmaps them when it is freed, and it returns the free end of its heap to
 the system. The next step asks for the same sizes again, and the kernel has to find, clear and map every page of 4 KiB
-at its first touch: hundreds of thousands of page faults a step, in which the cores compute nothing. With higher
-thresholds the pages stay and are used again.
+at its first touch: as many page faults, in which the cores compute nothing. With higher thresholds the pages stay and
+are used again.
 
 **Numerics.** None: bit-exact.
 
 **When it pays.** On CPUs, with tensors of tens of megabytes: padded batches, float32, eager attention's scores. With
 `Unpadding` in bf16 most tensors are small enough for the heap already, and little is left. The resident memory
-stays at its peak until the process ends; the peak itself grows by fragments, here by a few per cent.
+stays at its peak until the process ends; the peak itself grows by fragments.
 
 **Needs.** Linux with glibc, and the CPU as the training device. Where jemalloc or tcmalloc is preloaded, that
 allocator keeps memory by itself. The setting is the whole process's and stays after the training.

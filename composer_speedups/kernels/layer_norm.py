@@ -7,9 +7,8 @@ bf16 activations), or be missing. Gradients of weight and bias are summed in flo
 over programs by `torch.sum`: no atomics, so that a run repeats bit for bit.
 
 Eager code goes through an `autograd.Function`; under `torch.compile` the same launches are a custom operator,
-which is opaque to the compiler and breaks no graph. Not the operator in both: its dispatch in Python was
-measured at 63 against 16 microseconds a forward call (torch 2.7.0 on the CPU; 117 against 17 with 2.11.0), and
-a BERT-base step has 25 of them.
+which is opaque to the compiler and breaks no graph. Not the operator in both: it is dispatched in Python, several
+times over, which costs more than the launch itself, and a BERT-base step has 25 of them.
 """
 
 from __future__ import annotations
