@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from composer_speedups.ablation.tables import (
     markdown_table,
     sentence,
 )
+from composer_speedups.hardware import same_machine
 
 __all__ = ["Findings", "findings", "write_all"]
 
@@ -47,10 +49,25 @@ def findings(store: Store) -> Findings:
     rows = build_rows(recipes, runs, study["baseline"], study.get("peaks"), hardware=environment.get("hardware", "cpu"))
     lines = conditions(environment, study, rows, recipes)
     good = [run for run in runs if run.status == "ok" and run.started and run.result.get("samples_per_second")]
+    good.sort(key=lambda run: run.started or 0.0)
     trend = drift((run.recipe, run.started or 0.0, run.result["samples_per_second"]) for run in good)
+    lines += _mixed(runs, environments)
     lines += drift_lines(trend, [r.result["samples_per_second"] for r in good if r.recipe == study["baseline"]])
     study = study | {"drift": None if trend is None else asdict(trend), "confidence": CONFIDENCE}
     return Findings(study, environment, recipes, runs, rows, lines, sentence(rows))
+
+
+def _mixed(runs: Sequence[Run], environments: Mapping[int, dict[str, Any]]) -> list[str]:
+    """What the runs that count do not have in common: a study may be gone on with elsewhere, or after a change."""
+    used = [
+        environments[n] for n in dict.fromkeys(r.environment for r in runs if r.status == "ok") if n in environments
+    ]
+    differences = [text for one in used[1:] if (text := same_machine(used[0], one))]
+    commits = list(dict.fromkeys(str((facts.get("commit") or {}).get("id"))[:12] for facts in used))
+    lines = [f"Not all runs were made on the same machine and stack: {differences[0]}"] if differences else []
+    if len(commits) > 1:
+        lines.append(f"Runs were made with {len(commits)} versions of this package: commits {', '.join(commits)}")
+    return lines
 
 
 def write_all(store: Store, folder: Path, pictures: bool = True) -> Findings:

@@ -17,7 +17,6 @@ _MEDIANS = (
     "real_tokens_per_second",
     "wallclock_seconds",
     "train_seconds",
-    "compile_seconds",
     "peak_memory_bytes",
     "final_loss",
     "eval_loss",
@@ -67,7 +66,12 @@ def build_rows(
         row |= _quality(good, base, margins, name == baseline)
         rows.append(row)
     for row in rows:
-        row |= _break_even(row, _reference(row, rows, recipes))
+        reference = _reference(row, rows, recipes)
+        shown = "not judged"
+        if reference is not None:
+            speeds = (_by_seed(_good(by_recipe[r["recipe"]]), "samples_per_second") for r in (row, reference))
+            shown = compare_speed(*speeds, noise).verdict
+        row |= _break_even(row, reference, shown)
     return rows
 
 
@@ -110,6 +114,7 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         row[key] = statistics.median(values) if values else None
     if row["peak_memory_bytes"] is not None:
         row["peak_memory_bytes"] = round(row["peak_memory_bytes"])
+    row |= _compiling(results)
     row |= {
         "steps": first.get("steps"),
         "warmup_steps": first.get("warmup_steps"),
@@ -218,20 +223,39 @@ def _reference(
     return next((other for other in rows if other["baseline"] and other is not row and other["seeds"]), None)
 
 
-def _break_even(row: Mapping[str, Any], reference: Mapping[str, Any] | None) -> dict[str, Any]:
-    """After how many steps, and samples, the gain in speed has paid for the time that compiling took."""
-    facts = (row["evidence"] or {}).get("torch_compile") or {}
+def _compiling(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds that compiling took with an empty cache (the most of all seeds: only the first finds it so), and with a
+    filled one."""
+    cold, warm = [], []
+    for result in results:
+        if seconds := result.get("compile_seconds"):
+            facts = (result.get("evidence") or {}).get("torch_compile") or {}
+            cached = facts.get("cache_hits") and not facts.get("cache_misses")
+            (warm if cached else cold).append(float(seconds))
+    again = statistics.median(warm) if warm else None
+    return {
+        "compile_seconds": max(cold) if cold else again,
+        "compile_seconds_warm": again,
+        "compile_cached": bool(warm) and not cold,
+    }
+
+
+def _break_even(row: Mapping[str, Any], reference: Mapping[str, Any] | None, shown: str) -> dict[str, Any]:
+    """After how many steps, and samples, the gain in speed has paid for the time that compiling took.
+
+    Not where there is no gain to be seen: `shown` is the verdict on the row's speed against the reference's.
+    """
     fields: dict[str, Any] = {
         "break_even_steps": None,
         "break_even_samples": None,
         "break_even_against": reference["recipe"] if reference and row["compile_seconds"] else None,
-        "compile_cached": bool(facts.get("cache_hits")) and not facts.get("cache_misses"),
+        "break_even_verdict": shown,
     }
     speeds = (row["samples_per_second"], (reference or {}).get("samples_per_second"))
     if not row["compile_seconds"] or not all(speeds) or not row["batch_size"]:
         return fields
     gain = 1 / speeds[1] - 1 / speeds[0]  # seconds that each sample is sooner done
-    if gain > 0:
+    if gain > 0 and shown in ("faster", "not judged"):
         steps = math.ceil(row["compile_seconds"] / (gain * row["batch_size"]))
         fields |= {"break_even_steps": steps, "break_even_samples": steps * row["batch_size"]}
     return fields

@@ -38,6 +38,7 @@ __all__ = [
     "compare_quality",
     "compare_speed",
     "drift",
+    "learnt",
     "pooled_noise",
     "spread",
 ]
@@ -202,8 +203,8 @@ def compare_speed(measured: Mapping[int, float], baseline: Mapping[int, float], 
     if verdict == "no difference shown":
         effect = abs(statistics.mean(logs))
         needed = _seeds_needed(deviation, effect, len(ratios), CONFIDENCE, freedom - len(logs) + 1)
-        if needed is not None:
-            note = f"if it is real, about {needed} seeds would show it"
+        count = f"about {needed}" if needed is not None else f"more than {_MOST_SEEDS}"
+        note = f"if it is real, {count} seeds would show it"
     return Ratio(value, low, high, len(ratios), verdict, needed, note)
 
 
@@ -224,8 +225,11 @@ def compare_quality(
 ) -> Quality:
     """Non-inferiority: is every metric, with 95 % confidence, not worse than the baseline's by over its margin?
 
+    Not judged where the baseline itself has hardly learnt: what stays at the loss of guessing is as good as that.
+
     Args:
-        measured: by seed: `finite`, `final_loss`, `eval_loss`, `eval_accuracy`, each of them None if not measured.
+        measured: by seed: `finite`, `final_loss`, `eval_loss`, `eval_accuracy`, each of them None if not measured, and
+            `losses`, of each step.
         baseline: likewise.
         margins: what still counts as no loss of quality.
     """
@@ -268,16 +272,31 @@ def compare_quality(
         return Quality("unstable", False, "; ".join(lost), worse_by)
     if len(seeds) == 1:
         return Quality("not judged", None, "one seed tells nothing about the spread: run 3 or more", worse_by, 3)
+    fallen = learnt([baseline[s] for s in seeds])
+    if fallen is not None and "final_loss" in worse_by and fallen <= (worse_by["final_loss"]["margin"] or 0.0):
+        note = f"the baseline's loss fell by {max(0.0, fallen):.3g} only: train longer to tell"
+        return Quality("not judged", None, note, worse_by)
     if open_:
         known = [n for n in needed if n is not None]
         count = max(known) if known and len(known) == len(needed) else None
-        note = "; ".join(open_) + (f"; about {count} seeds would tell" if count else "")
+        tell = f"about {count} seeds would tell" if count else f"more than {_MOST_SEEDS} seeds would have to tell"
+        note = "; ".join([*open_, tell])
         return Quality("quality not shown to hold", None, note, worse_by, count)
     note = "; ".join(
         f"{_NAMES[name]} worse by at most {max(0.0, m['high'] or 0.0):.3g}, margin {m['margin']:.3g}"
         for name, m in worse_by.items()
     )
     return Quality("quality holds", True, note, worse_by)
+
+
+def learnt(runs: Sequence[Mapping[str, Any]]) -> float | None:
+    """By how much the loss fell, from the mean of the first three steps; the median over runs, None if not known."""
+    fallen = []
+    for run in runs:
+        first = [loss for loss in (run.get("losses") or [])[:3] if _is_number(loss)]
+        if first and _is_number(run.get("final_loss")):
+            fallen.append(statistics.mean(first) - run["final_loss"])
+    return statistics.median(fallen) if fallen else None
 
 
 _NAMES = {"eval_accuracy": "accuracy", "final_loss": "final loss"}

@@ -126,6 +126,8 @@ def run_study(
         # The order of the baseline comes first: everything is compared with it.
         order = [baseline, *(n for n in names if n != baseline)]
         store.begin({"name": name, "baseline": baseline, "command": command, "created": time.time()}, resolved)
+        if command:
+            store.note(command=command)  # the latest: it may ask for more seeds than the first did
         store.plan(interleave(order, seeds))
         if retry:
             store.retry(seeds=seeds)

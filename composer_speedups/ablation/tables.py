@@ -94,24 +94,42 @@ def sentence(rows: Sequence[Row]) -> str:
             f"Too few seeds to judge: {names[best['recipe']]} measured highest, {best['speedup']:.2f} times "
             f"the baseline's speed; run 3 seeds or more (--seeds 3) to tell what is real."
         )
-    kept = [row for row in measured if row["speed_verdict"] == "faster" and row["quality_verdict"] == "quality holds"]
-    fast = [row for row in measured if row["speed_verdict"] == "faster"]
+    # What did nothing, or did not always end well, is not to be recommended, however fast the rest of it was.
+    sound = [row for row in measured if not row.get("no_effect") and not _partly_failed(row)]
+    fast = [row for row in sound if row["speed_verdict"] == "faster"]
+    kept = [row for row in fast if row["quality_verdict"] == "quality holds"]
     if kept:
         best = max(kept, key=lambda row: row["speedup"])
         low, high = best["speedup_interval"]
         return (
             f"{names[best['recipe']]} is the fastest whose quality holds: {best['speedup']:.2f} times the "
             f"baseline's speed ({CONFIDENCE * 100:.0f} % interval {low:.2f} to {high:.2f})."
-        )
+        ) + _beside_others(best, base)
     if fast:
         best = max(fast, key=lambda row: row["speedup"])
         return (
             f"{names[best['recipe']]} is faster, {best['speedup']:.2f} times the baseline's speed, but "
-            f"{best['quality_verdict'].replace('unstable', 'it is unstable')}: {best['quality_note']}."
-        )
+            f"{_quality_words(best).replace('unstable', 'it is unstable')}: {best['quality_note']}."
+        ) + _beside_others(best, base)
     return "No recipe was shown to be faster than the baseline."
 
 
+def _partly_failed(row: Row) -> bool:
+    return len(row["seeds"]) < sum(run["status"] not in _OPEN for run in row.get("runs") or [])
+
+
+def _beside_others(row: Row, base: Row) -> str:
+    """What takes away from a verdict: runs that were slowed by others on the same machine."""
+    if not row.get("overlapped") and not base.get("overlapped"):
+        return ""
+    return " Some of these runs shared the machine with others: see below."
+
+
+def _quality_words(row: Row) -> str:
+    return row["quality_verdict"].replace("not judged", "quality not judged")
+
+
+_OPEN = ("pending", "running", "interrupted")
 _WITHOUT = ".without_"
 
 
@@ -169,7 +187,10 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 def marked_names(rows: Sequence[Row]) -> list[str]:
     """Short names; a star marks a row of which a switch did nothing, a dagger one with runs that were not alone."""
-    names = short_names([row["recipe"] for row in rows])
+    return _marked(short_names([row["recipe"] for row in rows]), rows)
+
+
+def _marked(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
     marks = (("*" if row.get("no_effect") else "") + ("†" if row.get("overlapped") else "") for row in rows)
     return [f"{name} {mark}" if mark else name for name, mark in zip(names, marks, strict=True)]
 
@@ -190,6 +211,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
             )
         if row["quality_verdict"] in ("unstable", "quality not shown to hold"):
             lines.append(f"{name}: {row['quality_verdict']}: {row['quality_note']}")
+        elif row["quality_verdict"] == "quality holds":
+            lines.append(f"{name}: quality holds: {row['quality_note']}")
+        elif row["quality_note"] and len(row["seeds"]) > 1 and not row.get("baseline"):
+            lines.append(f"{name}: quality not judged: {row['quality_note']}")
         if row.get("no_effect"):
             lines.append(f"* {name}: {', '.join(row['no_effect'])} changed nothing, so this row does not show it")
         if row.get("compile_seconds") and row["seeds"]:
@@ -220,12 +245,18 @@ def _break_even(row: Row, name: str) -> str:
     seconds = f"{name}: compile took {row['compile_seconds']:.1f} s"
     if row.get("compile_cached"):
         seconds += " with a filled cache (a first run takes longer)"
+    elif row.get("compile_seconds_warm"):
+        seconds += f" the first time, and {row['compile_seconds_warm']:.1f} s with the cache that left"
     if row.get("break_even_steps") is not None:
         return (
             f"{seconds}, paid for after {row['break_even_steps']:,} steps ({row['break_even_samples']:,} samples) "
             f"against {against}"
         )
-    return f"{seconds}, never paid for: no faster than {against}" if against else seconds
+    if not against:
+        return seconds
+    if row.get("break_even_verdict") == "no difference shown":
+        return f"{seconds}, not shown to pay: no difference in speed from {against} shown"
+    return f"{seconds}, never paid for: no faster than {against}"
 
 
 COLUMNS = (
@@ -253,8 +284,8 @@ def markdown_table(rows: Sequence[Row], lines: Sequence[str] = ()) -> str:
     out += ["", sentence(rows), ""]
     out.append("| " + " | ".join(head for head, _ in COLUMNS) + " |")
     out.append("|" + "|".join("---" if n in (0, len(COLUMNS) - 1) else "---:" for n in range(len(COLUMNS))) + "|")
-    for row in rows:
-        cells = [cell(row, key) for _, key in COLUMNS]
+    for row, name in zip(rows, _marked([row["recipe"] for row in rows], rows), strict=True):
+        cells = [name if key == "recipe" else cell(row, key) for _, key in COLUMNS]
         out.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     out += ["", *(f"- {note}" for note in notes(rows))]
     return "\n".join(out).rstrip() + "\n"
@@ -272,8 +303,7 @@ def latex_table(rows: Sequence[Row], caption: str = "") -> str:
         " & ".join(_tex(head) for head, _ in columns) + r" \\",
         "\\midrule",
     ]
-    names = short_names([row["recipe"] for row in rows])
-    for row, name in zip(rows, names, strict=True):
+    for row, name in zip(rows, marked_names(rows), strict=True):
         cells = [_tex(name if key == "recipe" else cell(row, key)) for _, key in columns]
         out.append(" & ".join(cells) + r" \\")
     out += ["\\bottomrule", "\\end{tabular}", f"\\caption{{{_tex(caption)}}}", "\\end{table}"]
@@ -284,9 +314,9 @@ _TEX = {c: rf"\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
     "<": "$<$",
     ">": "$>$",
+    "†": r"$\dagger$",
     "\n": " ",
 }
 
@@ -327,6 +357,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "speed_verdict": row["speed_verdict"],
         "wallclock_seconds": row["wallclock_seconds"],
         "compile_seconds": row["compile_seconds"],
+        "compile_seconds_warm": row["compile_seconds_warm"],
         "break_even_steps": row["break_even_steps"],
         "break_even_samples": row["break_even_samples"],
         "peak_memory_bytes": row["peak_memory_bytes"],
@@ -336,6 +367,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "stable": row["stable"],
         "quality_verdict": row["quality_verdict"],
         "no_effect": " ".join(row["no_effect"]),
+        "overlapped": " ".join(map(str, row["overlapped"])),
         "kernels": " ".join(row["kernels"]),
         "published_samples_per_second": published.get("samples_per_second"),
         "published_speedup": published.get("speedup"),
@@ -365,7 +397,8 @@ def cell(row: Row, key: str) -> str:
     if key == "stable":
         return _stable(row)
     if key == "verdict":
-        words = [w for w in dict.fromkeys((row["speed_verdict"], row["quality_verdict"])) if w]
+        quality = row["quality_verdict"] if row["speed_verdict"] == "not judged" else _quality_words(row)
+        words = [w for w in dict.fromkeys((row["speed_verdict"], quality)) if w]
         words += [f"{key} changed nothing" for key in row.get("no_effect") or []]
         return ", ".join(words)
     if key == "mfu":
@@ -385,7 +418,7 @@ def _speed(row: Row) -> str:
     low, high = row["samples_per_second_spread"]
     if len(row["seeds"]) < 2:
         return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} ±{(high - low) / 2:.{digits}f}"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def _speedup(row: Row) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.tables import cell, marked_names
 
 if TYPE_CHECKING:
@@ -18,16 +19,17 @@ WIDTH = 100  # of a pipe or a log file, which have none of their own
 
 # Head of the column, its field, and its rank: in a narrow terminal the highest ranks go first.
 _COLUMNS = (
-    ("Batch", "batch_size", 4),
-    ("LR", "learning_rate", 6),
+    ("Batch", "batch_size", 5),
+    ("LR", "learning_rate", 7),
     ("Samples/s", "samples_per_second", 0),
     ("Speed-up", "speedup", 0),
+    (f"{CONFIDENCE * 100:.0f} %", "speedup_interval", 3),
     ("Publ.", "published", 1),
-    ("Wall s", "wallclock_seconds", 3),
-    ("Compile", "compile_seconds", 8),
+    ("Wall s", "wallclock_seconds", 4),
+    ("Compile", "compile_seconds", 9),
     ("MB", "peak_memory_bytes", 2),
-    ("Loss", "final_loss", 5),
-    ("Acc.", "eval_accuracy", 7),
+    ("Loss", "final_loss", 6),
+    ("Acc.", "eval_accuracy", 8),
     ("Stable", "stable", 1),
 )
 
@@ -75,7 +77,12 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     if key == "samples_per_second" and not row["seeds"]:
         return row["status"]
     if key == "speedup" and row["seeds"]:
-        return cell(row, key).partition(" ")[0]  # the interval is in the files and on the page
+        return cell(row, key).partition(" ")[0]  # the interval has a column of its own
+    if key == "samples_per_second":
+        return cell(row, key).partition(" ")[0]
+    if key == "speedup_interval":
+        interval = row["speedup_interval"]
+        return f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else ""
     if key == "published":
         value = (row.get("published") or {}).get("speedup")
         return f"{value:.2f}x" if value else ""

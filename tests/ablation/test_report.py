@@ -265,3 +265,17 @@ def test_two_studies_row_by_row(study: tuple[Path, Findings], tmp_path: Path):
     assert differences(study[1], other) == []
     changed = Findings(**(vars(other) | {"environment": other.environment | {"python": "4"}}))
     assert differences(study[1], changed) == ["python: 3 / 4"]
+
+
+def test_runs_of_two_versions_are_told(tmp_path: Path):
+    make(tmp_path, seeds=2)
+    with Store(tmp_path / "runs.sqlite") as store:
+        environment = next(iter(store.environments().values()))
+        moved = store.add_environment(environment | {"commit": {"id": "f" * 40, "clean": True}, "threads": 99})
+        store.plan(interleave(["set/base"], [7]))
+        run = store.claim(moved)
+        assert run is not None
+        store.finish(run, "ok", "", fakes.train({"recipe": store.recipes()["set/base"], "seed": 7}, lambda _: None), "")
+        lines = write_all(store, tmp_path).conditions
+    assert any("threads" in line and "99 here" in line for line in lines)
+    assert any("2 versions of this package" in line and "f" * 12 in line for line in lines)

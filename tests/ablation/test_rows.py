@@ -7,6 +7,7 @@ import pytest
 from composer_speedups import registry
 from composer_speedups.ablation.rows import REGROUPING, build_rows
 from composer_speedups.ablation.store import Run
+from composer_speedups.ablation.tables import latex_table, markdown_table, notes, sentence
 from composer_speedups.speedup import Stage
 
 
@@ -39,3 +40,46 @@ def test_batches_of_like_lengths_are_judged_by_their_tokens(tokens: bool) -> Non
 def test_speed_ups_that_regroup_samples_are_known() -> None:
     classes = {key: registry.speedup_class(key) for key in registry.keys()}
     assert {k for k, c in classes.items() if c.stage is Stage.DATA and c.slot == "batches"} == REGROUPING
+
+
+def compiled(seed: int, speed: float, seconds: float, hits: int, misses: int) -> Run:
+    made = run("compiled", seed, speed, None)
+    facts = {"cache_hits": hits, "cache_misses": misses}
+    made.result |= {"compile_seconds": seconds, "batch_size": 8, "evidence": {"torch_compile": facts}}
+    return made
+
+
+@pytest.mark.parametrize(("speed", "verdict"), [(200.0, "faster"), (100.5, "no difference shown")])
+def test_a_cold_cache_is_what_compiling_costs(speed: float, verdict: str) -> None:
+    """The first seed fills the cache: a median over the seeds would be the warm one's."""
+    recipes = {"base": {}, "compiled": {"speedups": {"torch_compile": {}}}}
+    runs = [run("base", seed, 100.0 + seed, None) for seed in (1, 2, 3)]
+    runs += [compiled(1, speed, 20.0, 0, 9), compiled(2, speed + 3, 2.0, 9, 0), compiled(3, speed, 1.0, 9, 0)]
+    row = build_rows(recipes, runs, "base")[1]
+    assert (row["compile_seconds"], row["compile_seconds_warm"], row["compile_cached"]) == (20.0, 1.5, False)
+    assert row["break_even_verdict"] == verdict
+    note = next(line for line in notes(build_rows(recipes, runs, "base")) if "compile took" in line)
+    assert "20.0 s the first time, and 1.5 s with the cache" in note
+    if verdict == "faster":
+        assert row["break_even_steps"] > 400  # 20 s at 5 ms a sample and 8 samples a step
+    else:
+        assert row["break_even_steps"] is None and "not shown to pay" in note
+
+
+@pytest.mark.parametrize("flaw", ["", "idle", "failed", "shared"])
+def test_the_headline_names_no_row_with_a_flaw(flaw: str) -> None:
+    speeds = {"base": 100.0, "good": 150.0, "best": 200.0}
+    runs = [run(name, seed, speed + 0.1 * seed, None) for seed in (1, 2, 3) for name, speed in speeds.items()]
+    for one in (r for r in runs if r.recipe == "best"):
+        if flaw == "idle":
+            one.result["evidence"] = {"fused_adamw": {"changed": 0}}
+        elif flaw == "failed" and one.seed == 3:
+            one.status, one.reason = "out_of_memory", "no room"
+        elif flaw == "shared":
+            one.result["overlapped"] = True
+    rows = build_rows({name: {} for name in speeds}, runs, "base")
+    said = sentence(rows)
+    assert said.startswith("good is" if flaw in ("idle", "failed") else "best is")
+    assert ("shared the machine" in said) == (flaw == "shared")
+    assert ("best †" in markdown_table(rows)) == ("dagger" in latex_table(rows)) == (flaw == "shared")
+    assert ("best *" in markdown_table(rows)) == (flaw == "idle")

@@ -194,3 +194,25 @@ def test_one_seed_leaves_quality_open():
 def test_nothing_measured_is_nothing_judged():
     run = {s: {"finite": True, "final_loss": None, "eval_accuracy": float("nan")} for s in range(3)}
     assert compare_quality(run, run).stable is None
+
+
+def with_losses(runs: dict[int, dict], first: float) -> dict[int, dict]:
+    return {seed: run | {"losses": [first] * 3 + [run["final_loss"]]} for seed, run in runs.items()}
+
+
+def test_what_learnt_nothing_is_not_said_to_keep_its_quality():
+    """Everything that stays at the loss of guessing is as good as the baseline: that is no quality to keep."""
+    rng = random.Random(1)
+    stuck, same = (with_losses(quality(rng, 5, 0.1, 2.29), 2.30) for _ in range(2))
+    found = compare_quality(same, stuck)
+    assert (found.verdict, found.stable) == ("not judged", None) and "fell by 0.0" in found.note
+    learnt = with_losses(quality(rng, 5, 0.1, 2.29), 3.0)
+    assert compare_quality(same, learnt).verdict == "quality holds"
+    wild = with_losses(quality(rng, 5, 0.1, 5.0), 2.30)
+    assert compare_quality(wild, stuck).verdict == "unstable", "worse is worse, wherever the baseline stands"
+
+
+def test_more_seeds_than_anybody_runs_are_named():
+    rng = random.Random(2)
+    one, other = ({s: 100 * math.exp(rng.gauss(0, 0.3)) for s in range(3)} for _ in range(2))
+    assert "more than 30 seeds would show it" in compare_speed(one, other).note
