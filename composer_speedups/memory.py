@@ -120,6 +120,8 @@ def predict(
         length = length or recipe.task.max_length
         lengths = [length] * (batch_size or rows_per_pass(recipe, length))
         notes += [f"all rows counted as full: {a.key()} regroups them by length" for a in algorithms if _regroups(a)]
+        if "unpadding" in recipe.speedups:
+            notes.append("all rows counted as full: unpadding keeps the less, the shorter the texts are")
     accumulates = recipe.microbatch_size is not None and recipe.microbatch_size < recipe.batch_size
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with _as_before(), _quiet():

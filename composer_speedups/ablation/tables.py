@@ -122,7 +122,7 @@ def _beside_others(row: Row, base: Row) -> str:
     """What takes away from a verdict: runs that were slowed by others on the same machine."""
     if not row.get("overlapped") and not base.get("overlapped"):
         return ""
-    return " Some of these runs shared the machine with others: see below."
+    return " Some of these runs shared the machine with others (†)."
 
 
 def _quality_words(row: Row) -> str:
@@ -211,14 +211,16 @@ def notes(rows: Sequence[Row]) -> list[str]:
             )
         if row["quality_verdict"] in ("unstable", "quality not shown to hold"):
             lines.append(f"{name}: {row['quality_verdict']}: {row['quality_note']}")
-        elif row["quality_verdict"] == "quality holds":
-            lines.append(f"{name}: quality holds: {row['quality_note']}")
         elif row["quality_note"] and len(row["seeds"]) > 1 and not row.get("baseline"):
             lines.append(f"{name}: quality not judged: {row['quality_note']}")
         if row.get("no_effect"):
             lines.append(f"* {name}: {', '.join(row['no_effect'])} changed nothing, so this row does not show it")
         if row.get("compile_seconds") and row["seeds"]:
             lines.append(_break_even(row, name))
+    if held := [
+        (name, row) for row, name in zip(rows, names, strict=True) if row["quality_verdict"] == "quality holds"
+    ]:
+        lines.append(_held(held))
     if shared := [(name, row) for row, name in zip(rows, names, strict=True) if row.get("overlapped")]:
         which = "; ".join(_overlaps(row, name) for name, row in shared)
         if all(row["overlapped"] == row["seeds"] for row in rows if row["seeds"]):
@@ -231,6 +233,18 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if any(row["speed_verdict"] == "not judged" and row["seeds"] for row in rows):
         lines.append("Stable ?, speed not judged: one seed tells nothing about the spread; run 3 or more (--seeds 3)")
     return lines
+
+
+def _held(rows: Sequence[tuple[str, Row]]) -> str:
+    """The numbers behind "quality holds": how much worse each row may be at most, and what was allowed."""
+    words = {"eval_accuracy": "accuracy", "final_loss": "final loss"}
+    parts = []
+    for metric, word in words.items():
+        found = [(name, row["worse_by"][metric]) for name, row in rows if metric in row["worse_by"]]
+        if found:
+            bounds = ", ".join(f"{name} {max(0.0, facts['high'] or 0.0):.2g}" for name, facts in found)
+            parts.append(f"{word} worse by at most (margin {found[0][1]['margin']:.2g}) {bounds}")
+    return f"Quality holds: {'; '.join(parts)}"
 
 
 def _overlaps(row: Row, name: str) -> str:
