@@ -80,6 +80,8 @@ def test_the_headline_names_no_row_with_a_flaw(flaw: str) -> None:
     rows = build_rows({name: {} for name in speeds}, runs, "base")
     said = sentence(rows)
     assert said.startswith("good is" if flaw in ("idle", "failed") else "best is")
+    assert not any("quality not judged" in line for line in notes(rows))
+    assert any(line.startswith("Quality holds: final loss worse by at most (margin 0.05)") for line in notes(rows))
     assert ("shared the machine" in said) == (flaw == "shared")
     assert ("best †" in markdown_table(rows)) == ("dagger" in latex_table(rows)) == (flaw == "shared")
     assert ("best *" in markdown_table(rows)) == (flaw == "idle")
