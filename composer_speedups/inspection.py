@@ -11,21 +11,25 @@ import statistics
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
 from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.algorithms.torch_compile import compile_statistics
+from composer_speedups.algorithms.unpadding import Unpadding
+from composer_speedups.kernels.attention_kernels import AttentionWatch
 from composer_speedups.measure import Measurement
 from composer_speedups.memory import SavedForBackward, predict, tensor_bytes
+from composer_speedups.optimizers import describe
 from composer_speedups.profiling import StepProfiler
-from composer_speedups.results import RunResult
+from composer_speedups.results import AS_IT_RAN, RunResult
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
     from composer_speedups.tasks import Task
 
-__all__ = ["MemoryProbe", "look_inside"]
+__all__ = ["AsItRan", "MemoryProbe", "look_inside"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -77,6 +81,52 @@ class MemoryProbe(Callback):
         }
 
 
+class AsItRan(Callback):
+    """Notes what no speed-up may have reported: optimizer, attention kernel, and the dtype inside of the model.
+
+    Args:
+        encoder: whose output's dtype is wanted; None where a hook would make a compiler start anew.
+
+    Attributes:
+        facts: the evidence.
+    """
+
+    def __init__(self, encoder: torch.nn.Module | None) -> None:
+        self.facts: dict[str, str | bool] = {}
+        self._encoder, self._watch, self._compiled = encoder, AttentionWatch(), 0.0
+        self._hook: Any = None
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        if "attention" in self.facts:
+            return
+        if not self.facts:
+            optimizer = state.optimizers[0]
+            self.facts["optimizer"] = describe(optimizer)
+            flags = {flag: optimizer.param_groups[0].get(flag) for flag in ("foreach", "fused")}
+            self.facts |= {flag: value for flag, value in flags.items() if value is not None}
+        if self._encoder is not None and self._hook is None:
+            self._hook = self._encoder.register_forward_hook(self._see)
+        self._compiled = compile_statistics()["compile_seconds"]
+        self._watch.start()
+
+    def _see(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self.facts["encoder_output"] = str(output[0].dtype).removeprefix("torch.")
+
+    def after_forward(self, state: State, logger: Logger) -> None:
+        watched, kernels = self._watch.running, self._watch.stop()
+        if watched and compile_statistics()["compile_seconds"] == self._compiled:  # else the compiler ran some, too
+            own = [str(a.evidence["kernel"]) for a in state.algorithms if isinstance(a, Unpadding)]
+            self.facts["attention"] = ", ".join(kernels or own) or "no fused kernel"
+        self.stop()
+
+    def stop(self) -> None:
+        """End what is still running, and take the hook away."""
+        self._watch.stop()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
 def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult) -> None:
     """Train some steps more, and put what they show into `result`. A failure is told, and costs the run nothing."""
     model = trainer._original_model.model
@@ -85,9 +135,10 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
     compiled = "torch_compile" in recipe.speedups
     probe = MemoryProbe()
     profiler = StepProfiler(None if compiled else model, steps, skip=2 if steps > 1 else 1)
+    ran = AsItRan(None if compiled else getattr(model, "base_model", None))
     try:
         before = compile_statistics()["compile_seconds"]
-        _more_steps(trainer, [probe, profiler], profiler.skip + steps)
+        _more_steps(trainer, [probe, profiler, ran], profiler.skip + steps)
         if compile_statistics()["compile_seconds"] == before:  # else its seconds are those of the compiler
             result.step_profile, result.step_profile_other = profiler.profile.seconds, profiler.profile.other
         result.memory = probe.kinds
@@ -99,6 +150,9 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
         result.warnings.append(f"where time and memory go cannot be told: {type(error).__name__}: {error}")
     finally:
         profiler.stop()
+        ran.stop()
+        if ran.facts:
+            result.evidence[AS_IT_RAN] = ran.facts
 
 
 def _more_steps(trainer: Trainer, callbacks: list[Callback], steps: int) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Progress", "RunResult"]
+__all__ = ["AS_IT_RAN", "Progress", "RunResult"]
+
+# In a run's evidence, beside the speed-ups' keys: optimizer, attention kernel and dtype, whoever chose them.
+AS_IT_RAN = "as it ran"
 
 Status = Literal["ok", "skipped", "failed", "out_of_memory", "timeout", "interrupted"]
 

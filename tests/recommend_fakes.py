@@ -57,6 +57,17 @@ def elsewhere(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[st
     return candidates(payload, report) | {"environment": FACTS | {"python": "4"}}
 
 
+def useless(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    found = candidates(payload, report)
+    return found | {"candidates": [c for c in found["candidates"] if GAINS[c["key"]] < 1], "first": {}}
+
+
+def wordy(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    """As `useless`, with a reason of many words, one of them long, and two lines."""
+    reason = " ".join(["it needs what is not here,"] * 8) + "\nsuch as /" + "a" * 60 + "-" + "b" * 30
+    return useless(payload, report) | {"unavailable": {"fused_layer_norm": reason}}
+
+
 def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     return {"environment": FACTS, "skip": {}, "peaks": {}, "error": ""}
 
@@ -83,6 +94,7 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     speed = 100.0 * (1 + 0.004 * (seed % 3))
     for key in keys:
         speed *= GAINS.get(key, 1.0)
+    worse = 0.05 * (seed % 3) if "unpadding" in keys and os.environ.get("RECOMMEND_WORSE") else 0.0
     spoilt = "unpadding" in keys and os.environ.get("RECOMMEND_SPOILT")
     return {
         "status": "ok",
@@ -91,7 +103,7 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         "learning_rate": recipe["learning_rate"],
         "samples_per_second": speed,
         "peak_memory_bytes": 10**9,
-        "final_loss": 9.0 if spoilt else 0.5 + 0.001 * (seed % 3),
+        "final_loss": 9.0 if spoilt else 0.5 + worse + 0.001 * (seed % 3),
         "finite": True,
         "steps": steps,
         "losses": [0.5] * steps,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
+import torch
 from test_training import tiny
 
 from composer_speedups import inspection
@@ -27,6 +31,56 @@ def test_memory_is_what_was_predicted(recipe: dict):
         assert result.memory_predicted[kind] == pytest.approx(result.memory[kind], rel=0.1), kind
     assert sum(result.step_profile.values()) > 0 and "optimizer" in result.step_profile
     assert not any("cannot be told" in warning for warning in result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("demo/fp32", (), ("torch AdamW (for-loop)", False, "flash", "float32")),
+        (
+            "demo/bf16",
+            ("speedups={foreach_adamw: null, fused_adamw: {}}",),
+            ("torch AdamW (fused)", True, "flash", "float32"),  # a stock norm ends the encoder: autocast widens it
+        ),
+        ("demo/fastest", (), ("torch AdamW (fused)", True, "per sequence", "bfloat16")),
+        ("demo/fp32", ("optimizer.name=decoupled_adamw",), ("composer DecoupledAdamW", None, "flash", "float32")),
+        ("demo/fp32", ("model.config.position_embedding_type=relative_key",), ("torch", False, "no fused", "float32")),
+    ],
+    ids=["fp32", "fused bf16", "unpadded", "decoupled", "eager attention"],
+)
+def test_a_run_says_what_it_ran_with(name: str, overrides: tuple[str, ...], expected: tuple):
+    optimizer, fused, attention, dtype = expected
+    result = run(tiny("duration=3ba", "evaluate=false", *overrides, name=name), inspect=True)
+    assert not any("cannot be told" in warning for warning in result.warnings)
+    facts = result.evidence["as it ran"]
+    assert facts["optimizer"].startswith(optimizer) and facts["attention"].startswith(attention)
+    assert facts.get("fused") is fused and facts["encoder_output"] == dtype
+    assert not torch.autograd._profiler_enabled()
+    json.dumps(facts)
+
+
+def test_a_compiled_run_says_it_without_a_hook():
+    ran = inspection.AsItRan(None)
+    model = torch.nn.Linear(2, 2)
+    state = SimpleNamespace(optimizers=[torch.optim.SGD(model.parameters())], algorithms=[])
+    x = torch.ones(1, 1, 4, 8)
+    ran.before_forward(state, None)
+    torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    ran.after_forward(state, None)
+    assert ran.facts["attention"] == "flash" and "encoder_output" not in ran.facts
+    ran.before_forward(state, None)
+    assert not torch.autograd._profiler_enabled(), "one look is enough"
+
+
+def test_what_a_compiler_ran_is_not_taken_for_the_run(monkeypatch: pytest.MonkeyPatch):
+    seconds = iter([0.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(inspection, "compile_statistics", lambda: {"compile_seconds": next(seconds)})
+    ran = inspection.AsItRan(None)
+    state = SimpleNamespace(optimizers=[torch.optim.SGD([torch.ones(1)])], algorithms=[])
+    for known in (False, True):
+        ran.before_forward(state, None)
+        ran.after_forward(state, None)
+        assert ("attention" in ran.facts) is known
 
 
 def test_the_numbers_are_those_of_a_run_without_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import time
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def test_the_best_together_are_recommended(tmp_path: Path):
     assert not {"foreach_adamw", "adamw_8bit", "fast_dropout", "masked_token_head"} & speedups.keys()
     assert "Expected gain: 2.77 times the plain recipe's speed (99 % interval 2.7" in found.answer.sentence
     why = found.answer.rejected
-    assert why["adamw_8bit"].startswith("slower: 0.80x")
-    assert why["fast_dropout"].startswith("no difference shown: 1.00x")
+    assert why["adamw_8bit"] == "not kept: 0.80x in one run (not judged)"
+    assert why["fast_dropout"] == "not kept: 1.00x in one run (not judged)"
     assert why["masked_token_head"].startswith("does not apply: it changed nothing")
     assert why["sdp_attention"] == "does not apply: this model has an attention of its own"
     assert why["fused_layer_norm"] == "unavailable: it needs a CUDA device"
@@ -100,7 +101,7 @@ def test_too_little_time_for_all_measures_the_doctors_choice(tmp_path: Path, mon
     monkeypatch.setenv("RECOMMEND_STEP", "0.001")
     found, text = made(tmp_path / "out")
     assert "too few to look at" not in text and "Screening" in text
-    assert found.answer.rejected["fast_dropout"].startswith("no difference shown: 1.00x")
+    assert found.answer.rejected["fast_dropout"].startswith("not kept: 1.00x")
 
 
 def test_what_compiles_must_pay_within_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -180,7 +181,7 @@ def test_grouped_batches_are_judged_by_tokens():
     row |= {"samples_per_second": 100.0, "real_tokens_per_second": 10_000.0}
     lucky = row | {"recipe": "plain+length_grouped_batches", "samples_per_second": 150.0}  # short texts came up
     found = screen([row, lucky], [grouped], "plain")
-    assert found.rejected == {"length_grouped_batches": "no difference shown: 1.00x in the screening (one run)"}
+    assert found.rejected == {"length_grouped_batches": "not kept: 1.00x in one run (not judged)"}
     lucky |= {"samples_per_second": 90.0, "real_tokens_per_second": 13_000.0}
     assert screen([row, lucky], [grouped], "plain").kept == [(grouped, 1.3)]
 
@@ -198,6 +199,101 @@ def test_nothing_helped_is_an_answer_too():
     assert found.rejected == {"x": "no difference shown: 1.01x (99 % interval 0.90 to 1.10)"}
     found = answer([empty, other | {"speedup": None, "speed_verdict": "not judged", "speedup_interval": None}], 0.99)
     assert found.row is None and found.rejected == {"x": "not judged: no speed was measured"}
+
+
+def rows_of(*others: dict) -> list[dict]:
+    """Rows of a study: plain, and faster ones with what is given of each."""
+    shared = {"seeds": [1, 2, 3], "reason": "", "speed_note": "", "quality_note": "", "peak_memory_bytes": None}
+    shared |= {"compile_seconds": 0.0, "steps": 9}
+    base = shared | {"recipe": "plain", "baseline": True, "speed_verdict": "baseline", "stable": True}
+    faster = {"baseline": False, "speed_verdict": "faster"}
+    return [base, *(shared | faster | {"speedup_interval": [o["speedup"] - 1, o["speedup"] + 1]} | o for o in others)]
+
+
+OPEN = {"stable": None, "quality_verdict": "quality not shown to hold", "quality_note": "final loss may be worse"}
+UNJUDGED = {"stable": None, "quality_verdict": "not judged", "quality_note": ""}
+HOLDS = {"stable": True, "quality_verdict": "quality holds", "quality_note": ""}
+
+
+@pytest.mark.parametrize("quality", [OPEN, UNJUDGED], ids=["open", "not judged"])
+def test_what_holds_quality_comes_before_what_is_faster(quality: dict):
+    fast, safe = {"recipe": "fast", "speedup": 7.0} | quality, {"recipe": "safe", "speedup": 3.0} | HOLDS
+    found = answer(rows_of(fast, safe), 0.99, compare="the command")
+    assert found.row is not None and found.row["recipe"] == "safe"
+    assert found.sentence.endswith("Quality holds over runs of 9 steps.")
+    words, note = ("judged", "") if quality is UNJUDGED else ("shown to hold", "; final loss may be worse")
+    assert found.rejected == {"fast": f"quality is not {words}: 7.00x (99 % interval 6.00 to 8.00){note}"}
+    lost = {"recipe": "lost", "speedup": 9.0, "stable": False, "quality_verdict": "unstable"}
+    found = answer(rows_of(fast, safe | quality, lost), 0.99)
+    assert found.row is not None and found.row["recipe"] == "fast", "none holds: the fastest that was not shown to lose"
+
+
+def test_short_runs_do_not_judge_quality_and_say_what_would():
+    found = answer(rows_of({"recipe": "x", "speedup": 7.15} | UNJUDGED), 0.99, compare="the command")
+    assert "Expected gain: 7.15 times" in found.sentence
+    assert found.sentence.endswith(
+        "Quality is not judged in runs of 9 steps: compare whole trainings with `the command`."
+    )
+    found = answer(rows_of({"recipe": "x", "speedup": 7.15} | OPEN), 0.99)
+    assert found.sentence.endswith("Quality is not shown to hold in runs of 9 steps (final loss may be worse).")
+
+
+def test_the_command_that_compares_quality_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from composer_speedups.ablation.command import _load
+
+    monkeypatch.setenv("RECOMMEND_WORSE", "1")
+    found, _ = made(tmp_path / "an out")
+    assert found.answer.row is not None and found.answer.row["stable"] is None
+    command = shlex.split(found.answer.sentence.partition("`")[2].partition("`")[0])
+    assert command[:2] == ["composer-speedups", "ablate"]
+    assert command[4:] == ["--seeds", "3", "--out", str(tmp_path / "an out" / "quality")]
+    _, (bare, full), baseline = _load(command[2:4])
+    assert (bare.name, full.name, baseline) == ("plain", "recommended", "plain") and bare.speedups == PLAIN
+    assert full.speedups == found.recipe.speedups and bare.duration == full.duration == "1ep"
+    assert bare.batch_size == full.batch_size and bare.evaluate is full.evaluate is True
+
+
+def test_long_reasons_are_wrapped_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fakes, "CANDIDATES", f"{fakes.__name__}:wordy")
+    found, _ = made(tmp_path / "out")
+    comments = [line for line in (tmp_path / "out" / "recommended.yaml").read_text().splitlines() if line[0] == "#"]
+    assert max(map(len, comments)) <= 120
+    words = " ".join(" ".join(comments).replace("#", "").split())
+    for name, reason in found.answer.rejected.items():
+        assert f"{name}: {' '.join(reason.split())}" in words
+
+
+def test_a_screening_judges_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fakes, "CANDIDATES", f"{fakes.__name__}:useless")
+    found, _ = made(tmp_path / "out")
+    assert found.answer.row is None
+    assert found.answer.sentence == (
+        "No speed-up helped in the screening (one run of each, not judged): use the plain recipe."
+    )
+
+
+def aa(speed: str = "no difference shown", quality: str = "not judged") -> dict:
+    return {"speed_verdict": speed, "quality_verdict": quality}
+
+
+def test_a_false_claim_of_lost_quality_counts():
+    from benchmarks.verdicts import _claims_a_difference
+
+    assert not _claims_a_difference(aa()) and not _claims_a_difference(aa(quality="quality holds"))
+    assert _claims_a_difference(aa(quality="unstable"))
+    assert _claims_a_difference(aa(quality="quality not shown to hold"))
+    assert _claims_a_difference(aa("faster"))
+
+
+def test_planted_faults_are_named():
+    from benchmarks.verdicts import _planted
+
+    rows = {"slept_a_tenth": aa(), "slept_half": aa("slower"), "wild": aa()}
+    assert _planted(rows) == "Planted faults found: slept_half; NOT found: slept_a_tenth, wild."
+    rows = {"slept_a_tenth": aa("faster"), "slept_half": aa("slower"), "wild": aa(quality="unstable")}
+    assert _planted(rows) == "Planted faults found: slept_half, wild; NOT found: slept_a_tenth (called faster)."
+    rows["slept_a_tenth"] = aa("slower")
+    assert _planted(rows) == "Planted faults found: slept_a_tenth, slept_half, wild."
 
 
 def test_options_of_the_task_need_no_prefix():

@@ -9,6 +9,7 @@ from typing import Any
 
 from composer_speedups.ablation.statistics import Margins, Noise, compare_quality, compare_speed, pooled_noise, spread
 from composer_speedups.ablation.store import Run
+from composer_speedups.results import AS_IT_RAN
 
 __all__ = ["REGROUPING", "build_rows", "precision", "speed_key"]
 
@@ -119,7 +120,7 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "steps": first.get("steps"),
         "warmup_steps": first.get("warmup_steps"),
         "kernels": sorted({kernel for result in results for kernel in result.get("kernels") or []}),
-        "evidence": first.get("evidence") or {},
+        "evidence": _evidence(results),
         "no_effect": _no_effect(results),
         "pretrained": first.get("pretrained"),
         **{key: next((r[key] for r in results if r.get(key)), {}) for key in _LOOKED_AT_ONCE},
@@ -221,6 +222,13 @@ def _reference(
             if plain and other["seeds"] and without_compile(other["recipe"]) == without_compile(row["recipe"]):
                 return other
     return next((other for other in rows if other["baseline"] and other is not row and other["seeds"]), None)
+
+
+def _evidence(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first run's, and how that run went which was looked at more closely."""
+    found = [result.get("evidence") or {} for result in results]
+    looked_at = next(({AS_IT_RAN: facts[AS_IT_RAN]} for facts in found if AS_IT_RAN in facts), {})
+    return {**(found[0] if found else {}), **looked_at}
 
 
 def _compiling(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ has cast already is not affected.
 **Numerics.** `highest`: true float32. `high`: TF32, inputs rounded to 10 bits of mantissa. `medium`: bf16
 inputs (7 bits) where the hardware has such a product, otherwise as `high`; on CUDA it is TF32. cuDNN follows:
 float32 for `highest`, TF32 otherwise. The evidence holds the error measured on this device against float64; by
-the number of bits about 1e-7 is to be expected of float32, 3e-4 of TF32, 2e-3 of bf16.
+the number of bits about 1e-7 is to be expected of float32, 3e-4 of TF32, 2e-3 of bf16. It counts the settings
+that are held and matter on the device (cuDNN's does not on a CPU), and names those that were `already_so`.
 
 **When it pays.** `high` in any float32 run on an Ampere or newer GPU. `highest` is for honest baselines:
 Composer's Trainer turns TF32 **on** for every GPU, which makes its "fp32" something else.
@@ -95,15 +96,19 @@ class MatmulPrecision(SpeedUp):
     def install(self, state: State, logger: Logger) -> None:
         before = compat.read_float32_precision()
         self._hold = apply_matmul_precision(self.precision)
+        after, device = compat.read_float32_precision(), state.device._device
+        already = _already_so(before, after, device)
         # A Trainer that is dropped without being closed gives the setting back, too.
         weakref.finalize(state, self._hold.restore).atexit = False
         self.report(
             logger,
-            2,  # matmul and cuDNN: both say what was asked for now, whatever they said before
+            # All that are held, as what was so already is now kept so: a 0 would warn of every float32 baseline.
+            len(already),
             "",
+            already_so=", ".join(name for name, same in already.items() if same) or "none",
             before=str(before),
-            after=str(compat.read_float32_precision()),
-            relative_error=_relative_error(state.device._device),
+            after=str(after),
+            relative_error=_relative_error(device),
         )
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -170,6 +175,16 @@ def _checked(precision: Any) -> str:
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is unknown. Use one of: {', '.join(PRECISIONS)}")
     return precision
+
+
+def _already_so(
+    before: compat.Float32Precision, after: compat.Float32Precision, device: torch.device
+) -> dict[str, bool]:
+    """Of the settings that matter on `device`: whether each was before as it is now."""
+    same = {"matmul": before.matmul == after.matmul}
+    if device.type == "cuda":
+        same["cuDNN"] = before.cudnn_tf32 == after.cudnn_tf32
+    return same
 
 
 def _product(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN", "Answer", "Screened", "answer", "final_rows", "screen", "screening_rows"]
 
 PLAIN = "plain"
-_GAIN = 1.03  # below it one run cannot tell a gain from what two runs of the same thing differ by
-_LOSS = 0.97
+_GAIN = 1.03  # what a screening's one run must show to be studied; it judges nothing: that takes repeated runs
 # What the second does leaves the first nothing to save, though each alone may gain.
 _TAKEN_OVER = {
     "matmul_precision": ("mixed_precision", "mixed_precision takes the matmuls over"),
@@ -114,8 +113,7 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
             if gain >= _GAIN:
                 found.kept.append((one, gain))
             else:
-                what = "slower" if gain <= _LOSS else "no difference shown"
-                found.rejected[name] = f"{what}: {gain:.2f}x in the screening (one run)"
+                found.rejected[name] = f"not kept: {gain:.2f}x in one run (not judged)"
     return found
 
 
@@ -171,13 +169,18 @@ def _short(one: Candidate) -> str:
     return str(one["arguments"]["dtype"]) if one["key"] == "mixed_precision" else str(one["name"])
 
 
-def answer(rows: Sequence[Mapping[str, Any]], confidence: float, samples: int | None = None) -> Answer:
-    """The fastest row that was shown to be faster than the plain recipe, and not to lose quality.
+def answer(
+    rows: Sequence[Mapping[str, Any]], confidence: float, samples: int | None = None, compare: str = ""
+) -> Answer:
+    """The fastest row of those that were shown to be faster than the plain recipe, and to hold its quality.
+
+    Where none was shown to hold it, the fastest that was not shown to lose it: the sentence says so.
 
     Args:
         rows: of the study.
         confidence: of its intervals.
         samples: that the recipe's own training sees: what compiles must have paid for itself by then. None: unknown.
+        compare: the command that compares the quality of whole trainings.
     """
     base = next(row for row in rows if row["baseline"])
     others = [row for row in rows if not row["baseline"]]
@@ -185,7 +188,8 @@ def answer(rows: Sequence[Mapping[str, Any]], confidence: float, samples: int | 
     good = [row for row in others if row["speed_verdict"] == "faster" and row["stable"] is not False]
     late = {row["recipe"]: why for row in good if (why := _too_late(row, samples))}
     good = [row for row in good if row["recipe"] not in late]
-    best = max(good, key=lambda row: row["speedup"], default=None)
+    holds = [row for row in good if row["stable"] is True]
+    best = max(holds or good, key=lambda row: row["speedup"], default=None)
     for row in others:
         if row is best:
             continue
@@ -199,6 +203,9 @@ def answer(rows: Sequence[Mapping[str, Any]], confidence: float, samples: int | 
             rejected[row["recipe"]] = f"not judged: {row['speed_note'] or 'no speed was measured'}"
         elif row["recipe"] in late:
             rejected[row["recipe"]] = late[row["recipe"]]
+        elif row["speed_verdict"] == "faster" and holds and row not in holds:
+            note = f"; {row['quality_note']}" if row["quality_note"] else ""
+            rejected[row["recipe"]] = f"{_open_quality(row)}: {row['speedup']:.2f}x{span}{note}"
         elif row["speed_verdict"] == "faster":
             rejected[row["recipe"]] = f"less than the best: {row['speedup']:.2f}x{span}"
         else:
@@ -213,19 +220,32 @@ def answer(rows: Sequence[Mapping[str, Any]], confidence: float, samples: int | 
             text = "No speed-up was shown to help here: use the plain recipe."
         return Answer(None, text, rejected)
     low, high = best["speedup_interval"]
-    quality = best["quality_verdict"] + (f" ({best['quality_note']})" if best["quality_note"] else "")
     memory = ""
     if best["peak_memory_bytes"] and base["peak_memory_bytes"]:
         memory = f"; peak memory {base['peak_memory_bytes'] / 1e6:,.0f} -> {best['peak_memory_bytes'] / 1e6:,.0f} MB"
     text = (
         f"Expected gain: {best['speedup']:.2f} times the plain recipe's speed ({confidence * 100:.0f} % interval "
-        f"{low:.2f} to {high:.2f}, {len(best['seeds'])} seeds){memory}. Quality over these short runs: {quality}."
+        f"{low:.2f} to {high:.2f}, {len(best['seeds'])} seeds){memory}. {_quality(best, compare)}"
     )
     if best["compile_seconds"]:
         after = best["break_even_samples"]
         paid = f"paid for after {after:,} samples" if after else "not paid for"
         text += f" Compiling took {best['compile_seconds']:.0f} s, {paid}."
     return Answer(best, text, rejected)
+
+
+def _open_quality(row: Mapping[str, Any]) -> str:
+    return "quality is not " + ("judged" if row["quality_verdict"] == "not judged" else "shown to hold")
+
+
+def _quality(row: Mapping[str, Any], compare: str) -> str:
+    """What the runs tell of the best row's quality, and where they do not, what would."""
+    runs = f"runs of {row['steps']} steps" if row.get("steps") else "these short runs"
+    note = f" ({row['quality_note']})" if row["quality_note"] else ""
+    if row["stable"] is True:
+        return f"Quality holds over {runs}{note}."
+    advice = f": compare whole trainings with `{compare}`" if compare else ""
+    return f"{_open_quality(row).capitalize()} in {runs}{note}{advice}."
 
 
 def _too_late(row: Mapping[str, Any], samples: int | None) -> str:

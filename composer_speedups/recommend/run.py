@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +39,7 @@ _SEEDS = (3, 7)  # repetitions: fewer tell nothing, more are for those who want 
 _BATCHES = (32, 16, 8)
 _RESERVE = 8.0  # seconds for the outputs
 _QUICK = "quick"  # the folder of a study made without a screening
-_JUDGED = ("slower", "no difference shown", "does not apply", "unstable", "excluded")
+_LOOKED_AT = ("not kept", "does not apply", "unstable", "excluded")  # how the reasons of what did run begin
 
 
 @dataclass
@@ -299,10 +301,10 @@ class _Work:
 
     def _study(self, rows: list[Recipe], rejected: dict[str, str], folder: Path) -> Recommendation:
         if len(rows) == 1:
-            judged = any(reason.startswith(_JUDGED) for reason in rejected.values())
-            text = "No speed-up helped in the screening: use the plain recipe."
-            if not judged:
-                text = "No recommendation: no speed-up could be judged; the reasons are above."
+            looked_at = any(reason.startswith(_LOOKED_AT) for reason in rejected.values())
+            text = "No speed-up helped in the screening (one run of each, not judged): use the plain recipe."
+            if not looked_at:
+                text = "No recommendation: no speed-up could be looked at; the reasons are above."
             return self._finished(Answer(None, text, {}), rejected, None, folder)
         left = self.end - time.monotonic() - _RESERVE
         stored = self._stored(folder)
@@ -334,8 +336,14 @@ class _Work:
             raise KeyboardInterrupt
         # Only now: a duration in batches is more samples or fewer with the batch that was measured.
         samples = in_samples(self.base.duration, self.dataset, self.base.batch_size)
-        found = answer(result.findings.rows, CONFIDENCE, samples)
+        found = answer(result.findings.rows, CONFIDENCE, samples, self._compare())
         return self._finished(found, rejected, result.findings, folder)
+
+    def _compare(self) -> str:
+        """The command that trains the plain recipe and the recommended one to their end."""
+        files = [self.out / f"{PLAIN}.yaml", self.out / "recommended.yaml"]
+        words = ["composer-speedups", "ablate", *files, "--seeds", _SEEDS[0], "--out", self.out / "quality"]
+        return shlex.join(map(str, words))
 
     def _finished(
         self, found: Answer, rejected: dict[str, str], result: Findings | None, folder: Path
@@ -349,7 +357,7 @@ class _Work:
         reasons = rejected | found.rejected
         path = self.out / "recommended.yaml"
         lines = [f"{time.strftime('%Y-%m-%d')}: {self.command}", *_wrapped(found.sentence), "Rejected:"]
-        lines += [f"  {name}: {reason}"[:116] for name, reason in reasons.items()] or ["  nothing"]
+        lines += [line for name, why in reasons.items() for line in _wrapped(f"{name}: {why}", "  ")] or ["  nothing"]
         write_recipe(
             path,
             recipe,
@@ -360,6 +368,17 @@ class _Work:
             reasons={},
             overwrite=True,
         )
+        if found.row is not None:
+            write_recipe(
+                self.out / f"{PLAIN}.yaml",
+                self.base.model_copy(update={"batch_size": batch}),
+                None,
+                None,
+                description="what recommended.yaml was measured against",
+                evidence=[],
+                reasons={},
+                overwrite=True,
+            )
         return Recommendation(Answer(found.row, found.sentence, reasons), recipe, path, result, folder=folder)
 
     def _stored(self, folder: Path) -> list[Recipe]:
@@ -385,7 +404,12 @@ class _Work:
         return {key: value for key, value in self._short(recipe, 1).to_dict().items() if key not in free}
 
 
-def _wrapped(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, 112)
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        112,
+        initial_indent=indent,
+        subsequent_indent=2 * indent,
+        break_long_words=False,  # paths
+        break_on_hyphens=False,
+    )

@@ -9,7 +9,7 @@ from small import BatchDataset
 from torch.backends import cudnn
 
 from composer_speedups import MatmulPrecision, apply_matmul_precision, compat, registry
-from composer_speedups.algorithms.matmul_precision import PrecisionHold
+from composer_speedups.algorithms.matmul_precision import PrecisionHold, _already_so
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 
 LOADER = torch.utils.data.DataLoader(BatchDataset(8), batch_size=8)
@@ -103,6 +103,23 @@ def test_holds_in_fit_and_eval_and_is_restored_after_each(make_trainer) -> None:
     assert algorithm.evidence["after"] == "matmul highest, cuDNN float32"
     # 256 roundings of 2^-24 each, adding up as a random walk or better.
     assert 0 < algorithm.evidence["relative_error"] < 16 * 2**-24
+
+
+@pytest.mark.parametrize(("before", "already"), [("highest", "matmul"), ("high", "none")])
+def test_counts_what_matters_on_this_device(make_trainer, before: str, already: str) -> None:
+    torch.set_float32_matmul_precision(before)
+    algorithm = MatmulPrecision("highest")
+    make_trainer([algorithm])  # no warning: a baseline says on purpose what is so already
+    assert (algorithm.evidence["changed"], algorithm.evidence["already_so"]) == (1, already)
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_cudnn_matters_on_a_gpu_alone() -> None:
+    before, after = compat.Float32Precision("highest", True), compat.Float32Precision("highest", False)
+    assert _already_so(before, after, torch.device("cpu")) == {"matmul": True}
+    assert _already_so(before, after, torch.device("cuda")) == {"matmul": True, "cuDNN": False}
+    mixed = compat.Float32Precision(None, None)
+    assert _already_so(mixed, after, torch.device("cuda")) == {"matmul": False, "cuDNN": False}
 
 
 def test_medium_stays_medium(make_trainer, monkeypatch) -> None:
