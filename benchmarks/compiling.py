@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Entry, Rows, interleaved, markdown, ratios, spread
+from benchmarks.harness import Entry, Rows, interleaved, markdown, plot, ratios, shown, spread
 
 __all__ = ["run"]
 
@@ -30,8 +30,8 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
     base = "whole model, PyTorch's own, cold"
     body = [
         (
-            name,
-            spread([s for row in rows if row["entry"] == name and (s := _compile_seconds(row))], ".1f"),
+            shown(rows, name),
+            spread(_seconds(rows, name), ".1f"),
             spread([s for row in rows if row["entry"] == name and (s := _first_step(row))], ".1f"),
             spread(ratios(rows, name, base, _compile_seconds), unit="x"),
             spread([s for row in rows if row["entry"] == name and (s := row["samples_per_second"])], ".1f"),
@@ -43,6 +43,7 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
         f"{repetitions} repetitions, each run in a fresh process; cpu/bf16 with {_LAYERS} layers and batch "
         f"{_BATCH}; median [lowest, highest]; ratios of the seconds within each repetition."
     )
+    plot(folder, {name: _seconds(rows, name) for name in _entries("")}, "seconds compiling")
     return markdown(folder, heading, head, body)
 
 
@@ -60,6 +61,10 @@ def _entries(cache: str) -> dict[str, Entry]:
         "block, cold": entry("block"),
         "block, warm": entry("block"),
     }
+
+
+def _seconds(rows: Rows, name: str) -> list[float]:
+    return [s for row in rows if row["entry"] == name and (s := _compile_seconds(row))]
 
 
 def _compile_seconds(row: dict[str, Any]) -> float | None:

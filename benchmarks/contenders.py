@@ -1,70 +1,143 @@
 """What is measured: the same work done by this package, by its peers, and by a bare loop.
 
-Each contender trains one model from the same weights on the same samples in batches of the same size, and returns the
-seconds of every step (from the end of one step to the end of the next) and the losses. All run in fresh processes.
+Each contender trains one model from the same weights with batches of the same size, and returns the seconds of every
+step (from the end of one step to the end of the next; CUDA events on a GPU, so that nobody is made to wait), the losses
+and the peak of memory. All run in fresh processes, with as many workers and the same pinned memory on a GPU.
+
+All do the same samples in the same order, but one: the Hugging Face Trainer that groups lengths. It sorts within 50
+batches, and a measurement does fewer; so `_grouped` lays the batches of its whole epoch out by length and takes every
+so-manieth: what is measured has an epoch's mean. The samples differ from the others' then, which is why speeds are
+compared in real tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from composer_speedups import registry
 from composer_speedups.compilation import compile_statistics, use_cache
+from composer_speedups.flops import model_flops
+from composer_speedups.measure import peak_memory, reset_peak_memory
+from composer_speedups.packing import CountTokens, hand_over
 from composer_speedups.recipes import Recipe
-from composer_speedups.speedup import algorithm_passes
+from composer_speedups.speedup import Stage, algorithm_passes
 from composer_speedups.tasks import build_model, build_task
 
-__all__ = ["CONTENDERS", "measure"]
+__all__ = ["CONTENDERS", "Job", "apply_functions", "measure"]
 
 Result = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Job:
+    """`steps` steps of `recipe`, of which the last `counted` count."""
+
+    recipe: Recipe
+    steps: int
+    counted: int
+    seed: int
+
+
 def measure(payload: dict[str, Any], report: Callable[[Any], None]) -> Result:
-    """Run `payload["contender"]` for `payload["steps"]` steps of `payload["recipe"]`; called in a fresh process."""
-    recipe = Recipe.model_validate(payload["recipe"])
-    torch.manual_seed(payload["seed"])
-    return CONTENDERS[payload["contender"]](recipe, payload["steps"], payload["seed"], **payload["arguments"])
+    """Run `payload["contender"]`; called in a fresh process. To its result are added the real tokens and the model
+    FLOPs of each step, by one formula for all."""
+    job = Job(Recipe.model_validate(payload["recipe"]), payload["steps"], payload["counted"], payload["seed"])
+    torch.manual_seed(job.seed)
+    result = CONTENDERS[payload["contender"]](job, **payload["arguments"])
+    return result | _work(job, result.pop("order", None))
 
 
-class _Clock:
-    """Seconds of each step."""
+def _work(job: Job, order: list[int] | None) -> Result:
+    """What each step had to do: its real tokens and its model FLOPs, with the mean length of the task's samples."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from composer_speedups.tasks.models import build_empty_model
+
+    recipe = job.recipe
+    task = build_task(recipe.task, recipe.model, seed=job.seed)
+    every = task.train.lengths
+    lengths = every[list(_sampler(task, job) if order is None else order)[: job.steps * recipe.batch_size]]
+    lengths = lengths.reshape(job.steps, recipe.batch_size).astype(np.float64)
+    share = recipe.task.mlm_probability if task.objective == "mlm" else 0.0
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build_empty_model(recipe.model, task)
+    tokens, squares = lengths.sum(1).tolist(), (lengths**2).sum(1).tolist()
+    flops = [model_flops(model, t, s, t * share) for t, s in zip(tokens, squares, strict=True)]
+    return {"tokens": tokens, "flops": flops, "mean_length": float(every.mean())}
+
+
+class _Meter:
+    """Seconds of each step, without waiting for a GPU, and the peak of memory."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._last: float | None = None
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._marks: list[Any] = []
 
     def start(self) -> None:
-        self._last = _now()
+        reset_peak_memory(self._device)
+        self._marks = []
+        self.tick()
 
     def tick(self) -> None:
-        now = _now()
-        if self._last is not None:
-            self.seconds.append(now - self._last)
-        self._last = now
+        if self._device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        else:
+            mark = time.perf_counter()
+        self._marks.append(mark)
+
+    def result(self) -> Result:
+        pairs = list(itertools.pairwise(self._marks))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            seconds = [one.elapsed_time(other) / 1e3 for one, other in pairs]
+        else:
+            seconds = [other - one for one, other in pairs]
+        return {"seconds": seconds, "peak_memory_bytes": peak_memory(self._device)}
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def _make(job: Job) -> tuple[Any, torch.nn.Module]:
+    task = build_task(job.recipe.task, job.recipe.model, seed=job.seed)
+    return task, build_model(job.recipe.model, task, seed=job.seed)
 
 
-def _make(recipe: Recipe, seed: int) -> tuple[Any, torch.nn.Module]:
-    task = build_task(recipe.task, recipe.model, seed=seed)
-    return task, build_model(recipe.model, task, seed=seed)
+def _sampler(task: Any, job: Job) -> Any:
+    """The order of samples in this package's own training."""
+    from torch.utils.data import DistributedSampler
+
+    return DistributedSampler(task.train, 1, 0, seed=job.seed, drop_last=True)
 
 
-def _ours(recipe: Recipe, steps: int, seed: int) -> Result:
+def _loader(task: Any, job: Job) -> Any:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(
+        task.train,
+        job.recipe.batch_size,
+        sampler=_sampler(task, job),
+        collate_fn=task.collate_train,
+        drop_last=True,
+        num_workers=job.recipe.workers,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _ours(job: Job) -> Result:
     """This package, as `composer-speedups train` runs it."""
     from composer_speedups.training import run
 
-    short = recipe.model_copy(update={"duration": f"{steps}ba", "evaluate": False})
-    result = run(short, seed=seed)
+    if any(algorithm.slot == "batches" for algorithm in job.recipe.algorithms()):
+        raise ValueError(f"{job.recipe.name} makes batches of its own: nobody else can do the same ones")
+    short = job.recipe.model_copy(update={"duration": f"{job.steps}ba", "evaluate": False})
+    result = run(short, seed=job.seed)
     return {
         "seconds": result.step_seconds,
         "losses": result.losses,
@@ -74,26 +147,35 @@ def _ours(recipe: Recipe, steps: int, seed: int) -> Result:
     }
 
 
-def _huggingface(recipe: Recipe, steps: int, seed: int, **best: Any) -> Result:
-    """The Hugging Face Trainer, with the arguments in `best`."""
+def _huggingface(job: Job, grouped: bool = False, **settings: Any) -> Result:
+    """The Hugging Face Trainer, with the arguments in `settings`; `grouped` pads to the longest of like lengths."""
     import tempfile
 
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    task, model = _make(recipe, seed)
-    clock, losses = _Clock(), []
+    task, model = _make(job)
+    recipe, steps, meter, losses = job.recipe, job.steps, _Meter(), []
+    collate, sampler = task.collate_train, _sampler(task, job)
+    if grouped:
+        collate = type(collate)(pad_id=collate.pad_id, length=None, multiple_of=8)
+        sampler = _grouped(task.train.lengths, job)
 
     class Watch(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            clock.start()
+            meter.start()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.tick()
+            meter.tick()
 
-    grouped = best.get("group_by_length") or best.get("train_sampling_strategy") == "group_by_length"
-    collate = task.collate_train
-    if grouped:
-        collate = type(collate)(pad_id=collate.pad_id, length=None, multiple_of=8)
+    class Ordered(Trainer):
+        def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
+            return sampler
+
+        def compute_loss(self, *arguments: Any, **more: Any) -> Any:
+            loss = super().compute_loss(*arguments, **more)
+            losses.append(loss.detach())  # read at the end: nobody waits for it
+            return loss
+
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -110,114 +192,116 @@ def _huggingface(recipe: Recipe, steps: int, seed: int, **best: Any) -> Result:
             remove_unused_columns=False,
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
-            dataloader_pin_memory=False,
-            seed=seed,
-            **best,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            dataloader_num_workers=recipe.workers,
+            dataloader_drop_last=True,
+            seed=job.seed,
+            **settings,
         )
-        dataset = _Columns(task.train) if grouped else task.train
-        trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=collate, callbacks=[Watch()])
+        trainer = Ordered(model, arguments, train_dataset=task.train, data_collator=collate, callbacks=[Watch()])
         trainer.train()
-        losses.extend(entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry)
-    return {"seconds": clock.seconds, "losses": losses}
+    order = {"order": sampler} if grouped else {}
+    return {**meter.result(), "losses": [float(loss) for loss in losses], **order}
 
 
-class _Columns(torch.utils.data.Dataset):
-    """A data set that answers `dataset[0]["input_ids"]` as the Trainer's sampler by length wants it."""
+def _grouped(lengths: np.ndarray, job: Job) -> list[int]:
+    """Samples in the batches that transformers' own sampler makes of the whole training set, an epoch's in miniature.
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    Of all batches in the order of their tokens, as many as count are taken at equal distances, from the middle of the
+    first share to the middle of the last; those to warm up likewise. The longest come first, as transformers has them.
+    """
+    from transformers.trainer_pt_utils import LengthGroupedSampler
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+    size = job.recipe.batch_size
+    generator = torch.Generator().manual_seed(job.seed)
+    order = list(LengthGroupedSampler(size, lengths=lengths.tolist(), generator=generator))
+    batches = [order[start : start + size] for start in range(0, len(order) - size + 1, size)]
+    batches.sort(key=lambda batch: -int(lengths[batch].sum()))
 
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
+    def spread_over(count: int) -> list[list[int]]:
+        return [batches[(2 * i + 1) * len(batches) // (2 * count)] for i in range(count)]
 
-
-def _huggingface_best(recipe: Recipe, steps: int, seed: int, torch_compile: bool = False) -> Result:
-    """bf16, fused AdamW, dynamic padding with lengths grouped, SDPA; compiled if asked for."""
-    import dataclasses
-
-    from transformers import TrainingArguments
-
-    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
-    # transformers 5 renamed the flag.
-    group = {"group_by_length": True} if "group_by_length" in fields else {"train_sampling_strategy": "group_by_length"}
-    best = {"bf16": True, "optim": "adamw_torch_fused", "torch_compile": torch_compile, **group}
-    return _huggingface(recipe, steps, seed, **best)
+    return [i for batch in spread_over(job.steps - job.counted) + spread_over(job.counted) for i in batch]
 
 
-def _composer(recipe: Recipe, steps: int, seed: int, algorithms: tuple[Any, ...] = (), **settings: Any) -> Result:
+def _huggingface_best(job: Job, torch_compile: bool = False) -> Result:
+    """bf16, fused AdamW, dynamic padding with lengths grouped, SDPA, no look at the loss for NaN (which would wait for
+    the GPU at each step); compiled if asked for."""
+    best = {"bf16": True, "optim": "adamw_torch_fused", "torch_compile": torch_compile, "logging_nan_inf_filter": False}
+    return _huggingface(job, grouped=True, **best)
+
+
+def _composer(job: Job, algorithms: tuple[Any, ...] = (), **settings: Any) -> Result:
     """Stock Composer with its own optimizer."""
     from composer import Callback, Trainer
     from composer.models import HuggingFaceModel
     from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW
-    from torch.utils.data import DataLoader, DistributedSampler
 
-    task, model = _make(recipe, seed)
-    clock, losses = _Clock(), []
+    task, model = _make(job)
+    recipe, meter, losses = job.recipe, _Meter(), []
 
     class Watch(Callback):
         def fit_start(self, state: Any, logger: Any) -> None:
-            clock.start()
+            meter.start()
 
         def batch_end(self, state: Any, logger: Any) -> None:
-            clock.tick()
+            meter.tick()
             losses.append(state.total_loss_dict["loss/train/total"])
 
     composer_model = HuggingFaceModel(model, tokenizer=task.tokenizer, metrics=[])
     trainer = Trainer(
         model=composer_model,
-        train_dataloader=DataLoader(
-            task.train,
-            recipe.batch_size,
-            sampler=DistributedSampler(task.train, 1, 0, seed=seed, drop_last=True),
-            collate_fn=task.collate_train,
-        ),
+        train_dataloader=_loader(task, job),
         optimizers=DecoupledAdamW(
             model.parameters(),
             lr=recipe.learning_rate,
             weight_decay=recipe.optimizer.weight_decay * recipe.learning_rate,
         ),
         schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="0.1dur"),
-        max_duration=f"{steps}ba",
+        max_duration=f"{job.steps}ba",
         algorithms=list(algorithms),
         callbacks=[Watch()],
         progress_bar=False,
         log_to_console=False,
         loggers=[],
-        seed=seed,
+        seed=job.seed,
+        device="gpu" if torch.cuda.is_available() else "cpu",
         **settings,
     )
     trainer.fit()
     trainer.close()
-    return {"seconds": clock.seconds, "losses": losses}
+    return {**meter.result(), "losses": losses}
 
 
-def _bare(recipe: Recipe, steps: int, seed: int, compile_cache: str | None = None) -> Result:
+def _composer_stock(job: Job) -> Result:
+    return _composer(job, precision="amp_fp16" if torch.cuda.is_available() else "fp32")
+
+
+def _composer_best(job: Job) -> Result:
+    """Its compile_config, and on a GPU bf16 AMP and its LowPrecisionLayerNorm: it refuses AMP elsewhere, and the norm
+    does nothing without."""
+    from composer.algorithms import LowPrecisionLayerNorm
+
+    if torch.cuda.is_available():
+        return _composer(job, (LowPrecisionLayerNorm(),), precision="amp_bf16", compile_config={})
+    return _composer(job, precision="fp32", compile_config={})
+
+
+def _bare(job: Job, compile_cache: str | None = None) -> Result:
     """A loop of ten lines with the kernels of the recipe's speed-ups: what remains is what the training loop costs.
 
     With `compile_cache` the whole model is compiled, as PyTorch does it by itself, with the cache in that folder.
     """
-    from composer.core import Event
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    task, model = _make(recipe, seed)
+    task, model = _make(job)
+    recipe, steps = job.recipe, job.steps
     model.train()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.optimizer.weight_decay, foreach=False
     )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device)
-    for algorithm in algorithm_passes(recipe.algorithms(), Event.INIT):
-        key, kwargs = algorithm.key(), dict(recipe.speedups[algorithm.key()])
-        apply = registry.function(key)
-        if "adamw" in key:
-            apply(optimizer, **({"model": model} if key == "adamw_8bit" else {}), **kwargs)
-        elif key in ("matmul_precision", "reuse_host_memory"):
-            apply(**kwargs)
-        else:
-            apply(model, **kwargs)
+    loader = _loader(task, job)
+    kept = apply_functions(recipe, model, optimizer, loader, device)
     if compile_cache is not None:
         use_cache(compile_cache)
         model.compile()
@@ -229,51 +313,60 @@ def _bare(recipe: Recipe, steps: int, seed: int, compile_cache: str | None = Non
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    sampler = DistributedSampler(task.train, 1, 0, seed=seed, drop_last=True)
-    loader = DataLoader(task.train, recipe.batch_size, sampler=sampler, collate_fn=task.collate_train)
-    clock, losses = _Clock(), []
-    clock.start()
-    for batch in _forever(loader, steps):
-        loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
+    meter, losses = _Meter(), []
+    meter.start()
+    for batch in itertools.islice(loader, steps):
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                batch[name] = value.to(device, non_blocking=True)
+        hand_over(batch)
+        loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        clock.tick()
+        losses.append(loss.detach())
+        meter.tick()
+    del kept
     seconds = compile_statistics()["compile_seconds"] if compile_cache is not None else None
-    return {"seconds": clock.seconds, "losses": losses, "compile_seconds": seconds}
+    return {**meter.result(), "losses": [float(loss) for loss in losses], "compile_seconds": seconds}
 
 
-def _forever(loader: Any, steps: int) -> Iterator[Any]:
-    done = 0
-    while True:
-        for batch in loader:
-            yield batch
-            done += 1
-            if done == steps:
-                return
+def apply_functions(recipe: Recipe, model: Any, optimizer: Any, loader: Any, device: torch.device) -> list[Any]:
+    """Apply the recipe's speed-ups by their functions, without Composer; hold on to what is returned.
 
+    What is about Composer's own loop (`sync_free_loop`) is left out. As a Trainer's `DataLoader` does for `unpadding`,
+    this one counts tokens while collating.
+    """
+    from composer.core import Event
 
-def _composer_stock(recipe: Recipe, steps: int, seed: int) -> Result:
-    if torch.cuda.is_available():
-        return _composer(recipe, steps, seed, device="gpu", precision="amp_fp16")
-    return _composer(recipe, steps, seed, device="cpu", precision="fp32")
-
-
-def _composer_best(recipe: Recipe, steps: int, seed: int) -> Result:
-    """bf16 AMP (on a GPU: it refuses bf16 elsewhere), its own LowPrecisionLayerNorm, and its compile_config."""
-    from composer.algorithms import LowPrecisionLayerNorm
-
-    norms = (LowPrecisionLayerNorm(),)
-    return _composer(recipe, steps, seed, norms, device="gpu", precision="amp_bf16", compile_config={})
+    kept = []
+    for algorithm in algorithm_passes(recipe.algorithms(), Event.INIT):
+        key, kwargs = algorithm.key(), dict(recipe.speedups[algorithm.key()])
+        if key == "sync_free_loop":
+            continue
+        apply = registry.function(key)
+        if algorithm.stage is Stage.DATA:
+            raise ValueError(f"{key}: the batches of the bare loop are those of all others. Choose a recipe without it")
+        if key == "prefetch_batches":
+            if device.type == "cuda" and loader.num_workers:
+                kept.append(apply(loader, device))
+        elif algorithm.stage is Stage.OPTIMIZER:
+            kept.append(apply(optimizer, **({"model": model} if key == "adamw_8bit" else {}), **kwargs))
+        elif algorithm.stage is Stage.LOOP or key == "matmul_precision":
+            kept.append(apply(**kwargs))
+        else:
+            kept.append(apply(model, **kwargs))
+    if "unpadding" in recipe.speedups:
+        CountTokens.wrap(loader)
+    return kept
 
 
 CONTENDERS: dict[str, Callable[..., Result]] = {
     "ours": _ours,
     "huggingface": _huggingface,
     "huggingface_best": _huggingface_best,
-    "huggingface_amp": lambda recipe, steps, seed: _huggingface(recipe, steps, seed, fp16=True),
+    "huggingface_amp": lambda job: _huggingface(job, fp16=True),
     "composer": _composer_stock,
     "composer_best": _composer_best,
     "bare_loop": _bare,

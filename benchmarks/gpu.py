@@ -4,7 +4,9 @@
 
 First the numerics of every CUDA path (the tests marked `gpu`: Triton kernels and variable-length attention against
 float64, loss scaling, bitsandbytes, synchronisations, compile), as what is wrong need not be measured. Then each kernel
-against the limits of the device, then whole training runs against the peers, as many repetitions as the time allows.
+against the limits of the device, then whole training runs against the peers, as many repetitions as the time allows:
+speeds, MFU on real tokens (of the matmul peak measured in the same run), and the peaks of memory. Those that decide
+about the targets come first in the first repetition.
 What is done is on disk at any moment. Without a GPU it does the same on the CPU, as a rehearsal: the tests are skipped
 then, which is said.
 """
@@ -28,7 +30,7 @@ _ROOT = Path(__file__).parents[1]
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="of all together (default: 8)")
-    parser.add_argument("--batches", type=int, default=30 if hardware() == "cuda" else 2, help="of an epoch")
+    parser.add_argument("--batches", type=int, default=30 if hardware() == "cuda" else 2, help="that count")
     parser.add_argument("--workers", type=int, default=4, help="processes for the tests (default: 4)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args(arguments)
@@ -40,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     passed = _test(options.out / "tests.txt", options.workers, min(_TESTS, 60 * options.minutes / 2))
     print(limits.run(new_folder("limits", options.out / "limits"), 3, 4 if hardware() == "cuda" else 1, deadline))
-    # A training run that has begun is finished: the last one must begin half a minute before the end.
+    # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
     folder = new_folder("peers", options.out / "peers")
     print(peers.run(folder, 100, options.batches, deadline - 30))
     print(f"done with {deadline - time.monotonic():.0f} s left; tests: {'passed' if passed else 'FAILED'}")

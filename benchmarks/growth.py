@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Entry, Rows, interleaved, markdown, median, ratios, spread
+from benchmarks.harness import Entry, Rows, interleaved, markdown, median, plot, ratios, spread
 from composer_speedups.hardware import hardware
 
 __all__ = ["run"]
@@ -54,13 +54,23 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
     body = []
     for axis, values in AXES.items():
         for value in values:
-            body.append((f"{axis} {value}", *_cells(rows, _name(MIDDLE | {axis: value}), plain, fast)))
+            name = _name(MIDDLE | {axis: value})
+            beside = any(row["overlapped"] for row in rows if row["entry"].startswith(f"{name}: "))
+            mark = " (beside another measurement)" if beside else ""
+            body.append((f"{axis} {value}{mark}", *_cells(rows, name, plain, fast)))
+    done = 1 + max(row["repetition"] for row in rows)
     heading = (
-        f"{repetitions} repetitions, interleaved, each run in a fresh process; two epochs of {batches} batches, the "
-        "second counts; medians [lowest, highest]. Where nothing else is said: "
+        f"{done} repetitions, interleaved, each run in a fresh process; {batches} batches count, after half as many "
+        "(at least two); medians [lowest, highest]. Where nothing else is said: "
         + ", ".join(f"{axis} {value}" for axis, value in MIDDLE.items())
         + ". Speeds count all samples; peak memory is the process's or the allocator's."
     )
+    gains = {
+        f"{axis} {value}": _gains(rows, _name(MIDDLE | {axis: value}), plain, fast)
+        for axis, values in AXES.items()
+        for value in values
+    }
+    plot(folder, gains, f"{fast} over {plain}, samples/s")
     head = ("", f"{plain}, samples/s", f"{fast}, samples/s", "ratio", "peak memory, MB: padded", "fastest")
     return markdown(folder, heading, head, body)
 
@@ -70,10 +80,14 @@ def _cells(rows: Rows, name: str, plain: str, fast: str) -> tuple[str, ...]:
         value = median(rows, f"{name}: {recipe}", lambda row: row.get(key))
         return "" if value is None else f"{value / scale:{form}}"
 
-    against = ratios(rows, f"{name}: {fast}", f"{name}: {plain}", lambda row: row["samples_per_second"])
+    against = _gains(rows, name, plain, fast)
     speeds = (shown(recipe, "samples_per_second", 1, ".1f") for recipe in (plain, fast))
     memory = (shown(recipe, "peak_memory_bytes", 1e6, ".0f") for recipe in (plain, fast))
     return (*speeds, spread(against, unit="x"), *memory)
+
+
+def _gains(rows: Rows, name: str, plain: str, fast: str) -> list[float]:
+    return ratios(rows, f"{name}: {fast}", f"{name}: {plain}", lambda row: row["samples_per_second"])
 
 
 def _name(point: dict[str, Any]) -> str:

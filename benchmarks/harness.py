@@ -22,10 +22,11 @@ from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.hardware import environment, hardware, summary
 from composer_speedups.recipes import Recipe, load_recipe
 
-__all__ = ["Entry", "Rows", "interleaved", "markdown", "median", "new_folder", "ratios", "spread"]
+__all__ = ["Entry", "Rows", "interleaved", "markdown", "median", "new_folder", "plot", "ratios", "shown", "spread"]
 
 RESULTS = Path(__file__).parent / "results"
 TIMEOUT = 1800  # seconds of one run
+GRACE = 25  # seconds that a run which has begun may take beyond the deadline
 
 Rows = list[dict[str, Any]]
 
@@ -60,7 +61,6 @@ def interleaved(
     repetitions: int,
     batches: int,
     deadline: float | None = None,
-    epochs: int = 2,
 ) -> Rows:
     """Run every entry once a repetition, each in a fresh process; return one row a run.
 
@@ -68,41 +68,47 @@ def interleaved(
         entries: by their names in the table.
         folder: where `rows.jsonl` grows.
         repetitions: how often each is run.
-        batches: of an epoch. All epochs but the last warm up; the last one counts, whole, so that every contender has
-            done the same samples, also one that sorts them by length.
-        deadline: on the clock of `time.monotonic`: no run is begun after it, and what has run is what there is.
-        epochs: how many.
+        batches: that count. Half as many, at least two, warm up before them.
+        deadline: on the clock of `time.monotonic`: no run is begun after it, one that has begun is stopped `GRACE`
+            seconds later, and what has run is what there is.
+
+    A row's speeds: `samples_per_second` as it was; `real_tokens_per_second`, by which contenders are compared, as
+    batches hold more of them or fewer; `flops_per_second` of the model's mathematics. A row is `overlapped` if another
+    measurement went on meanwhile.
     """
     # A run's interpreter does not look into the current folder.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.getenv("PYTHONPATH")]))
-    recipes = {name: _shortened(entry, batches) for name, entry in entries.items()}
+    steps = batches + max(2, batches // 2)
+    recipes = {name: _large_enough(entry, steps) for name, entry in entries.items()}
     _write_entries(entries, recipes, folder)
     rows, names = [], list(entries)
     with Isolation("benchmarks.contenders:measure", (*PRELOAD, "benchmarks.contenders")) as isolation:
         for repetition in range(repetitions):
             # Rotated, so that no entry always follows the same other.
             for name in names[repetition % len(names) :] + names[: repetition % len(names)]:
-                if deadline is not None and time.monotonic() > deadline:
+                left = TIMEOUT if deadline is None else deadline - time.monotonic()
+                if left <= 0:
                     print(f"out of time after {len(rows)} of {len(names) * repetitions} runs", file=sys.stderr)
                     return rows
                 recipe = recipes[name]
                 payload = {
                     "contender": entries[name].contender,
                     "recipe": recipe.to_dict(),
-                    "steps": epochs * batches,
+                    "steps": steps,
+                    "counted": batches,
                     "seed": 17 + repetition,
                     "arguments": dict(entries[name].arguments),
                 }
-                outcome = isolation.run(payload, timeout=TIMEOUT)
+                outcome = isolation.run(payload, timeout=min(TIMEOUT, left + GRACE))
                 row = {"entry": name, "repetition": repetition, "status": outcome.status, "reason": outcome.reason}
-                row |= outcome.value or {}
-                row["samples_per_second"] = _speed(row, recipe.batch_size, epochs)
+                row |= {"overlapped": outcome.overlapped, **(outcome.value or {})}
+                row |= _speeds(row, recipe.batch_size, batches)
                 rows.append(row)
                 with (folder / "rows.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 speed = row["samples_per_second"]
-                shown = f"{speed:.1f} samples/s" if speed else f"{outcome.status}: {outcome.reason}"
-                print(f"[{len(rows)}/{len(names) * repetitions}] {name}: {shown}", file=sys.stderr, flush=True)
+                said = f"{speed:.1f} samples/s" if speed else f"{outcome.status}: {outcome.reason}"
+                print(f"[{len(rows)}/{len(names) * repetitions}] {name}: {said}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -136,6 +142,12 @@ def spread(values: Sequence[float], form: str = ".2f", unit: str = "") -> str:
     return f"{statistics.median(values):{form}}{unit} [{low:{form}}, {high:{form}}]"
 
 
+def shown(rows: Rows, entry: str) -> str:
+    """The entry's name in a table, marked where another measurement went on meanwhile."""
+    marked = any(row["entry"] == entry and row.get("overlapped") for row in rows)
+    return f"{entry} (beside another measurement)" if marked else entry
+
+
 def markdown(folder: Path, heading: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """Write `table.md`: what it ran on, the heading, and the table. Return its text."""
     lines = [f"{summary(environment())}. {heading}", "", "| " + " | ".join(head) + " |"]
@@ -146,15 +158,42 @@ def markdown(folder: Path, heading: str, head: Sequence[str], body: Sequence[Seq
     return text
 
 
-def _shortened(entry: Entry, batches: int) -> Recipe:
-    """The entry's recipe, with an epoch of `batches` batches."""
+def plot(folder: Path, values: Mapping[str, Sequence[float]], unit: str) -> None:
+    """Write `plot.png`: a bar for each name, with the median of its values, and the lowest and highest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    values = {name: found for name, found in values.items() if found}
+    if not values:
+        return
+    figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(values) + 1.2))
+    medians = [statistics.median(found) for found in values.values()]
+    low = [m - min(found) for m, found in zip(medians, values.values(), strict=True)]
+    high = [max(found) - m for m, found in zip(medians, values.values(), strict=True)]
+    colours = ["#0072B2" if name.startswith("ours") else "#999999" for name in values]
+    axes.barh(list(values), medians, xerr=[low, high], color=colours, ecolor="#333333")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{unit} (median, lowest and highest)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(folder / "plot.png", dpi=120)
+    pyplot.close(figure)
+
+
+def _large_enough(entry: Entry, steps: int) -> Recipe:
+    """The entry's recipe, with as many samples as that many steps take, at least."""
     recipe = load_recipe(entry.recipe, entry.overrides, check_arguments=False)
-    task = recipe.task.model_copy(update={"train_samples": batches * recipe.batch_size})
-    return recipe.model_copy(update={"task": task})
+    needed, there = steps * recipe.batch_size, recipe.task.train_samples
+    if there is None or there >= needed:
+        return recipe
+    return recipe.model_copy(update={"task": recipe.task.model_copy(update={"train_samples": needed})})
 
 
-def _speed(row: dict[str, Any], batch: int, epochs: int) -> float | None:
-    """Samples per second of the last epoch."""
-    seconds = row.get("seconds") or []
-    counted = seconds[len(seconds) * (epochs - 1) // epochs :]
-    return batch * len(counted) / sum(counted) if counted else None
+def _speeds(row: dict[str, Any], batch: int, batches: int) -> dict[str, float | None]:
+    """What was done in each second of the steps that count."""
+    spent = sum((row.get("seconds") or [])[-batches:])
+    done = {"samples": batch * batches, "real_tokens": sum((row.get("tokens") or [])[-batches:])}
+    done["flops"] = sum((row.get("flops") or [])[-batches:])
+    return {f"{name}_per_second": count / spent if spent and count else None for name, count in done.items()}

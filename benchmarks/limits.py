@@ -3,7 +3,8 @@
 Kernels that wait for memory are compared with the bytes that they must move at least: each input read once, each output
 written once. The bandwidth is a copy's, or, where that is faster, that of changing a tensor in place: a CPU reads a
 line before it writes to it, which a copy does for nothing. What else has the same purpose (PyTorch's own operation;
-Liger's LayerNorm and optimi's AdamW, where installed) is measured beside it, interleaved, in one process.
+Liger's LayerNorm and optimi's AdamW: `pip install composer_speedups[bench]`) is measured beside it, interleaved, in one
+process. Gradients are asked for and not added up: adding to those of the call before would move more bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import markdown, spread
+from benchmarks.harness import markdown, plot, spread
 from composer_speedups.hardware import hardware, matmul_peak
 
 __all__ = ["run"]
 
 _SECONDS = 0.15  # spent on each kernel in each repetition, at least
+_RIVALS = {"liger-kernel": "liger_kernel", "torch-optimi": "optimi"}  # package -> module
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
         (
             kernel.name,
             spread([s * 1e3 for s in seconds[kernel.name]], ".3f"),
-            _share(kernel, statistics.median(seconds[kernel.name]), bandwidth, peaks["bf16"]),
+            _share(kernel, seconds[kernel.name], bandwidth, peaks["bf16"]),
         )
         for kernel in kernels
     ]
@@ -81,13 +83,26 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
         f"tokens of width {width}; milliseconds, median [lowest, highest]; share of the higher bandwidth for the bytes "
         "that must be moved, or of the bf16 matmul peak."
     )
-    return markdown(folder, heading, ("", "ms", "share of the limit"), body)
+    plot(
+        folder,
+        {k.name: [100 * s for s in _shares(k, seconds[k.name], bandwidth, peaks["bf16"])] for k in kernels},
+        "% of bandwidth, or of the bf16 matmul peak",
+    )
+    text = markdown(folder, heading, ("", "ms", "share of the limit"), body)
+    missing = [name for name, module in _RIVALS.items() if importlib.util.find_spec(module) is None]
+    if device.type == "cuda" and missing:
+        text += f"\nnot installed: {', '.join(missing)}\n"
+        (folder / "table.md").write_text(text)
+    return text
 
 
-def _share(kernel: Kernel, seconds: float, bandwidth: float, peak: float) -> str:
-    if kernel.flops:
-        return f"{kernel.flops / seconds / peak:.0%} of matmul"
-    return f"{kernel.bytes / seconds / bandwidth:.0%} of bandwidth"
+def _share(kernel: Kernel, seconds: list[float], bandwidth: float, peak: float) -> str:
+    share = statistics.median(_shares(kernel, seconds, bandwidth, peak))
+    return f"{share:.0%} of {'matmul' if kernel.flops else 'bandwidth'}"
+
+
+def _shares(kernel: Kernel, seconds: list[float], bandwidth: float, peak: float) -> list[float]:
+    return [kernel.flops / s / peak if kernel.flops else kernel.bytes / s / bandwidth for s in seconds]
 
 
 def _seconds(call: Callable[[], Any], device: Any) -> float:
@@ -111,6 +126,13 @@ def _seconds(call: Callable[[], Any], device: Any) -> float:
             call()
             taken.append(time.perf_counter() - start)
     return statistics.median(taken)
+
+
+def _gradients(outputs: Any, leaves: Any, gradients: Any) -> None:
+    """The backward pass. `.grad` stays as it is: what `backward` adds to it would be read and written as well."""
+    import torch
+
+    torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
 
 
 def _copies(device: Any) -> Iterator[Kernel]:
@@ -173,12 +195,13 @@ def _norms(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
     residual.requires_grad_()
     stock, low = torch.nn.LayerNorm(width).to(device), torch.nn.Sequential(torch.nn.LayerNorm(width)).to(device)
     apply_low_precision_norm(low)
+    leaves = [x, residual, *stock.parameters(), *low.parameters()]
 
     def both_ways(forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
         def call() -> None:
             with torch.autocast(device.type, torch.bfloat16):
                 out = forward()
-            out.backward(gradient.to(out.dtype))
+            _gradients(out, leaves, gradient.to(out.dtype))
 
         return call
 
@@ -195,6 +218,7 @@ def _norms(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
             from liger_kernel.transformers import LigerLayerNorm
 
             liger = LigerLayerNorm(width).to(device).bfloat16()
+            leaves += liger.parameters()
             yield Kernel("LayerNorm", "LayerNorm: Liger", both_ways(lambda: liger(x)), bytes=norm)
 
     fused = 8 * size  # read x and residual, write y; read both and dy, write dx and dresidual
@@ -227,12 +251,17 @@ def _activations(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
     bias = torch.zeros(4 * width, device=device, dtype=torch.bfloat16, requires_grad=True)
     size = 2 * x.numel()
     moved = 5 * size
-    yield Kernel("bias + GELU", "bias + GELU: PyTorch", lambda: F.gelu(x + bias).backward(gradient), bytes=moved)
+
+    def both_ways(forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        return lambda: _gradients(forward(), (x, bias), gradient)
+
+    stock = both_ways(lambda: F.gelu(x + bias))
+    yield Kernel("bias + GELU", "bias + GELU: PyTorch", stock, bytes=moved)
     if device.type == "cuda":
         from composer_speedups.kernels.bias_gelu import bias_gelu
 
-        ours = Kernel("bias + GELU", "bias + GELU: FusedBiasGELU", lambda: bias_gelu(x, bias).backward(gradient), moved)
-        yield ours
+        ours = both_ways(lambda: bias_gelu(x, bias))
+        yield Kernel("bias + GELU", "bias + GELU: FusedBiasGELU", ours, bytes=moved)
 
 
 def _projections(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
@@ -243,18 +272,19 @@ def _projections(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
     x, gradient = (torch.randn(tokens, n * width, device=device).bfloat16() for n in (1, 3))
     x.requires_grad_()
     layers = [torch.nn.Linear(width, width, device=device) for _ in "qkv"]
+    leaves = [x, *(p for layer in layers for p in layer.parameters())]
     flops = 3 * 2 * tokens * 3 * width**2
 
     def three() -> None:
         with torch.autocast(device.type, torch.bfloat16):
             out = [layer(x) for layer in layers]
-        torch.autograd.backward(out, gradient.chunk(3, -1))
+        _gradients(out, leaves, gradient.chunk(3, -1))
 
     def stacked() -> None:
         with torch.autocast(device.type, torch.bfloat16):
             weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
             out = F.linear(x, weight, bias).split(width, -1)
-        torch.autograd.backward(out, gradient.chunk(3, -1))
+        _gradients(out, leaves, gradient.chunk(3, -1))
 
     yield Kernel("QKV", "queries, keys, values: three linear layers", three, flops=flops)
     yield Kernel("QKV", "queries, keys, values: weights stacked, as in Unpadding", stacked, flops=flops)
@@ -278,11 +308,11 @@ def _attention(device: Any, width: int) -> Iterator[Kernel]:
 
     def ours() -> None:
         out = varlen_attention(*packed, of, of, dropout_p=0.1)
-        out.backward(torch.ones_like(out))
+        _gradients(out, packed, torch.ones_like(out))
 
     def stock() -> None:
         out = F.scaled_dot_product_attention(*padded, attn_mask=mask, dropout_p=0.1)
-        out.backward(torch.ones_like(out))
+        _gradients(out, padded, torch.ones_like(out))
 
     yield Kernel("attention", "attention: PyTorch's SDPA, padded to 256", stock, flops=flops)
     yield Kernel("attention", "attention: variable length, packed", ours, flops=flops)
@@ -299,7 +329,7 @@ def _losses(device: Any, tokens: int) -> Iterator[Kernel]:
     logits = torch.randn(tokens // 8, 30528, device=device).bfloat16().requires_grad_()
     labels = torch.randint(0, 30528, (len(logits),), device=device)
     moved = 3 * 2 * logits.numel()  # read twice, the gradient written
-    stock = lambda: F.cross_entropy(logits.float(), labels).backward()  # noqa: E731
+    stock = lambda: _gradients(F.cross_entropy(logits.float(), labels), logits, None)  # noqa: E731
     yield Kernel("cross-entropy", "cross-entropy of 30,528: PyTorch in float32", stock, bytes=moved)
-    ours = lambda: cross_entropy(logits, labels).backward()  # noqa: E731
+    ours = lambda: _gradients(cross_entropy(logits, labels), logits, None)  # noqa: E731
     yield Kernel("cross-entropy", "cross-entropy of 30,528: FusedCrossEntropy", ours, bytes=moved)

@@ -1,7 +1,10 @@
 """Against what a user would pick instead: Hugging Face's Trainer and stock Composer, each as most use it and at its
 best, and a bare loop with the same kernels, which shows what the training loop costs.
 
-All do the same work: the same model from the same weights, the same samples, batch and learning rate.
+All do the same work: the same model from the same weights, batch, learning rate and, but for one (`contenders.py`),
+the same samples. Peers have SDPA attention, which is what a user gets. Stock Composer refuses bf16 on a CPU.
+Hugging Face's best, compiled, is not among the CPU's entries: a run was stopped after four minutes of compiling, on one
+thread of a busy machine.
 """
 
 from __future__ import annotations
@@ -10,22 +13,27 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Entry, Rows, interleaved, markdown, ratios, spread
-from composer_speedups.hardware import hardware
+from benchmarks.harness import Entry, Rows, interleaved, markdown, plot, ratios, shown, spread
+from composer_speedups.hardware import hardware, matmul_peak
 
-__all__ = ["run"]
+__all__ = ["ENTRIES", "run"]
 
-# On a GPU nothing is downloaded and the batch is the same for all. Lengths are drawn around 230 with a spread of 90 and
-# cut at 256: about as film reviews have them, of which the longer part is cut at 256.
-_CUDA = ("batch_size=64", "model.pretrained=false")
-_IMDB = ("task={name: dummy, mean_length: 230, length_std: 90, max_length: 256}",)
-_FINETUNE, _MLM = (*_IMDB, *_CUDA), ("task={name: dummy, objective: mlm, max_length: 256}", *_CUDA)
+# On a GPU nothing is downloaded; batch, learning rate and workers are the same for all. Lengths are drawn around 230
+# with a spread of 90 and cut at 256: about as film reviews have them, of which the longer part is cut at 256.
+_CUDA = ("batch_size=64", "learning_rate=1e-4", "workers=2", "model.pretrained=false")
+_LENGTHS = "name: dummy, mean_length: 230, length_std: 90, max_length: 256"
+_FINETUNE = (f"task={{{_LENGTHS}}}", *_CUDA)
+_MLM = (f"task={{{_LENGTHS}, objective: mlm}}", *_CUDA)
+_PEER = (*_FINETUNE, "model.attn_implementation=sdpa")
+_MEMORY = ("batch_size=4", "model.pretrained=false")
 
-# name in the table -> what runs. The first is what all speed-ups are ratios to.
+# name in the table -> what runs. Of each kind (`_kind`) the first is what speed-ups are ratios to. On a GPU, where time
+# may run out, what decides about the targets comes first.
 ENTRIES = {
     "cpu": {
         "ours: cpu/fp32": Entry("ours", "cpu/fp32"),
         "Composer, as most use it (fp32, DecoupledAdamW)": Entry("composer", "cpu/fp32"),
+        "Composer, best (fp32, compiled)": Entry("composer_best", "cpu/fp32"),
         "Hugging Face Trainer, as most use it (fp32, padded)": Entry("huggingface", "cpu/fp32"),
         "Hugging Face Trainer, best (bf16, fused AdamW, group by length)": Entry("huggingface_best", "cpu/fp32"),
         "ours: cpu/bf16 (padded)": Entry("ours", "cpu/bf16"),
@@ -35,22 +43,24 @@ ENTRIES = {
     },
     "cuda": {
         "ours: finetune/fp32 (TF32 off)": Entry("ours", "finetune/fp32", _FINETUNE),
-        "Composer, as most use it (fp16 AMP, DecoupledAdamW)": Entry("composer", "finetune/fp32", _FINETUNE),
-        "Composer, best (bf16 AMP, its LowPrecisionLayerNorm, compiled)": Entry(
-            "composer_best", "finetune/fp32", _FINETUNE
-        ),
-        "Hugging Face Trainer, as most use it (fp16 AMP)": Entry("huggingface_amp", "finetune/fp32", _FINETUNE),
-        "Hugging Face Trainer, best (bf16, fused AdamW, group by length)": Entry(
-            "huggingface_best", "finetune/fp32", _FINETUNE
-        ),
-        "Hugging Face Trainer, best, compiled": Entry(
-            "huggingface_best", "finetune/fp32", _FINETUNE, {"torch_compile": True}
-        ),
-        "ours: finetune/bf16": Entry("ours", "finetune/bf16", _FINETUNE),
         "ours: finetune/fastest": Entry("ours", "finetune/fastest", _FINETUNE),
-        "bare loop with the kernels of finetune/fastest": Entry("bare_loop", "finetune/fastest", _FINETUNE),
+        "Hugging Face Trainer, as most use it (fp16 AMP)": Entry("huggingface_amp", "finetune/fp32", _PEER),
+        "Hugging Face Trainer, best (bf16, fused AdamW, group by length)": Entry(
+            "huggingface_best", "finetune/fp32", _PEER
+        ),
         "ours: mlm/amp": Entry("ours", "mlm/amp", _MLM),
         "ours: mlm/fastest": Entry("ours", "mlm/fastest", _MLM),
+        "ours: memory/fp32 (BERT-large)": Entry("ours", "memory/fp32", _MEMORY),
+        "ours: memory/leanest (BERT-large)": Entry("ours", "memory/leanest", _MEMORY),
+        "Hugging Face Trainer, best, compiled": Entry(
+            "huggingface_best", "finetune/fp32", _PEER, {"torch_compile": True}
+        ),
+        "Composer, best (bf16 AMP, its LowPrecisionLayerNorm, compiled)": Entry(
+            "composer_best", "finetune/fp32", _PEER
+        ),
+        "bare loop with the kernels of finetune/fastest": Entry("bare_loop", "finetune/fastest", _FINETUNE),
+        "Composer, as most use it (fp16 AMP, DecoupledAdamW)": Entry("composer", "finetune/fp32", _PEER),
+        "ours: finetune/bf16": Entry("ours", "finetune/bf16", _FINETUNE),
     },
 }
 
@@ -61,53 +71,61 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
     chosen = {name: entry for name, entry in entries.items() if not only or any(part in name for part in only)}
     if not chosen:
         raise SystemExit(f"error: --only {' '.join(only)}: no such entry. There are: {', '.join(entries)}")
+    peak = matmul_peak(hardware(), "bf16")
     rows = interleaved(chosen, folder, repetitions=repetitions, batches=batches, deadline=deadline)
+    if not rows:
+        return "peers: no time was left for any run\n"
     names = [name for name in chosen if any(row["entry"] == name for row in rows)]
-    body = [_line(rows, name, names[0]) for name in names]
     done = 1 + max(row["repetition"] for row in rows)
     heading = (
-        f"{done} repetitions, interleaved, each run in a fresh process; two epochs of {batches} batches, the second "
-        "counts; median over the runs [lowest, highest]; ratios within each repetition."
+        f"{done} repetitions, interleaved, each run in a fresh process; {batches} batches count, after half as many; "
+        "median over the runs [lowest, highest]; ratios of real tokens per second within each repetition, against "
+        "the first line of its kind, and of the fastest of its kind against this. MFU: the model's mathematics on "
+        f"real tokens, of the bf16 matmul peak measured here, {peak / 1e12:.3g} TFLOP/s. Memory: the peak of the "
+        "process or of the GPU's allocator."
     )
-    _plot(rows, names, folder / "plot.png")
-    return markdown(folder, heading, ("", "samples/s", f"against {names[0]}", "last loss"), body)
+    head = (
+        "",
+        "samples/s",
+        "real tokens/s",
+        "MFU",
+        "against the first",
+        "fastest against this",
+        "peak MB",
+        "last loss",
+    )
+    plot(folder, {name: _values(rows, name, "real_tokens_per_second") for name in names}, "real tokens/s")
+    return markdown(folder, heading, head, [_line(rows, name, names, peak) for name in names])
 
 
-def _line(rows: Rows, name: str, base: str) -> tuple[str, ...]:
-    speeds = [row["samples_per_second"] for row in rows if row["entry"] == name and row["samples_per_second"]]
+def _kind(name: str) -> str:
+    """Which lines are compared with each other."""
+    return next((kind for kind in ("mlm/", "memory/") if kind in name), "")
+
+
+def _line(rows: Rows, name: str, names: list[str], peak: float) -> tuple[str, ...]:
+    speeds = _values(rows, name, "samples_per_second")
     if not speeds:
         why = next((row["reason"] for row in rows if row["entry"] == name and row["reason"]), "no result")
-        return (name, why, "", "")
-    losses = [row["losses"][-1] for row in rows if row["entry"] == name and row.get("losses")]
-    against = ratios(rows, name, base, _samples_per_second)
-    loss = f"{statistics.median(losses):.3f}" if losses else ""
-    return (name, spread(speeds, ".1f"), spread(against, unit="x"), loss)
+        return (shown(rows, name), why, *[""] * 6)
+    like = [other for other in names if _kind(other) == _kind(name)]
+    fastest = next((n for n in like if n.startswith("ours: ") and ("/fastest" in n or "/leanest" in n)), None)
+    memory, losses = _values(rows, name, "peak_memory_bytes"), _values(rows, name, "losses")
+    return (
+        shown(rows, name),
+        spread(speeds, ".1f"),
+        spread(_values(rows, name, "real_tokens_per_second"), ",.0f"),
+        spread([100 * rate / peak for rate in _values(rows, name, "flops_per_second")], ".1f", " %"),
+        spread(ratios(rows, name, like[0], _tokens), unit="x"),
+        spread(ratios(rows, fastest, name, _tokens), unit="x") if fastest else "",
+        f"{statistics.median(memory) / 1e6:,.0f}" if memory else "",
+        f"{statistics.median([each[-1] for each in losses]):.3f}" if losses else "",
+    )
 
 
-def _samples_per_second(row: dict[str, Any]) -> float | None:
-    return row["samples_per_second"]
+def _values(rows: Rows, name: str, key: str) -> list[Any]:
+    return [row[key] for row in rows if row["entry"] == name and row.get(key)]
 
 
-def _plot(rows: Rows, names: list[str], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    speeds = {
-        name: values
-        for name in names
-        if (values := [r["samples_per_second"] for r in rows if r["entry"] == name and r["samples_per_second"]])
-    }
-    figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(speeds) + 1.2))
-    medians = [statistics.median(values) for values in speeds.values()]
-    low = [m - min(v) for m, v in zip(medians, speeds.values(), strict=True)]
-    high = [max(v) - m for m, v in zip(medians, speeds.values(), strict=True)]
-    colours = ["#0072B2" if name.startswith("ours") else "#999999" for name in speeds]
-    axes.barh(list(speeds), medians, xerr=[low, high], color=colours, ecolor="#333333")
-    axes.invert_yaxis()
-    axes.set_xlabel("samples/s (median, lowest and highest run)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def _tokens(row: dict[str, Any]) -> float | None:
+    return row["real_tokens_per_second"]

@@ -19,12 +19,12 @@ from benchmarks import compiling, growth, limits, peers, verdicts
 from benchmarks.harness import new_folder
 from composer_speedups.errors import UserError
 
-# name -> what runs it, repetitions, batches of an epoch
+# name -> what runs it, repetitions, batches that count
 PARTS: dict[str, tuple[Callable[..., str], int, int]] = {
-    "peers": (peers.run, 5, 6),
+    "peers": (peers.run, 5, 8),
     "limits": (limits.run, 5, 6),
-    "growth": (growth.run, 3, 3),
-    "compiling": (compiling.run, 3, 2),
+    "growth": (growth.run, 5, 4),
+    "compiling": (compiling.run, 5, 2),
     "verdicts": (verdicts.run, 20, 48),  # A/A studies, steps of a run
 }
 
@@ -32,8 +32,8 @@ PARTS: dict[str, tuple[Callable[..., str], int, int]] = {
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: peers)")
-    parser.add_argument("--repetitions", type=int, help="runs of each entry (default: the part's, 3 to 5)")
-    parser.add_argument("--batches", type=int, help="batches of an epoch (default: the part's, 2 to 6)")
+    parser.add_argument("--repetitions", type=int, help="runs of each entry (default: the part's, 5)")
+    parser.add_argument("--batches", type=int, help="that count (default: the part's, 2 to 8)")
     parser.add_argument("--only", nargs="*", default=(), help="peers: parts of the names of the entries to measure")
     parser.add_argument("--out", type=Path, help="folder of the results, for one part")
     options = parser.parse_args(arguments)

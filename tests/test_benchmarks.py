@@ -1,0 +1,240 @@
+"""The benchmarks' own code: every entry can run, all do comparable work, and the bare loop applies what it should."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import compiling, contenders, growth, harness, limits, peers  # noqa: E402
+from composer_speedups import registry  # noqa: E402
+from composer_speedups.recipes import load_recipe  # noqa: E402
+from composer_speedups.tasks import build_model, build_task  # noqa: E402
+
+TINY = (
+    "task={name: dummy, mean_length: 10, length_std: 4, max_length: 16, train_samples: 64}",
+    "model.config={num_hidden_layers: 1, hidden_size: 32, num_attention_heads: 2, intermediate_size: 64, "
+    "vocab_size: 128, hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0}",
+    "model.pretrained=false",
+    "batch_size=4",
+)
+
+
+def _all_entries() -> dict[str, harness.Entry]:
+    found = {f"{hardware}: {name}": e for hardware, some in peers.ENTRIES.items() for name, e in some.items()}
+    for point in growth.points():
+        for hardware, recipes in growth._RECIPES.items():
+            for recipe in recipes:
+                found[f"{hardware}: growth {point} {recipe}"] = harness.Entry("ours", recipe, growth.overrides(point))
+    return found | {f"compiling: {name}": entry for name, entry in compiling._entries("/nowhere").items()}
+
+
+ENTRIES = _all_entries()
+
+
+def job(recipe: str, *overrides: str, steps: int = 3, counted: int = 2) -> contenders.Job:
+    return contenders.Job(load_recipe(recipe, (*TINY, *overrides)), steps, counted, seed=5)
+
+
+# --- Entries -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_entry_can_be_built(name: str) -> None:
+    entry = ENTRIES[name]
+    recipe = load_recipe(entry.recipe, entry.overrides)  # with the arguments of all speed-ups checked
+    assert harness._large_enough(entry, 12).task.train_samples >= 12 * recipe.batch_size
+    inspect.signature(contenders.CONTENDERS[entry.contender]).bind(job("cpu/fp32"), **entry.arguments)
+
+
+@pytest.mark.parametrize("hardware", peers.ENTRIES)
+def test_who_is_compared_has_the_same_work(hardware: str) -> None:
+    kinds: dict[str, list[Any]] = {}
+    for name, entry in peers.ENTRIES[hardware].items():
+        recipe = load_recipe(entry.recipe, entry.overrides)
+        work = (recipe.task, recipe.batch_size, recipe.learning_rate, recipe.optimizer.weight_decay, recipe.model.name)
+        memory = peers._kind(name) == "memory/"  # one process each, and no loader to speak of
+        kinds.setdefault(peers._kind(name), []).append((*work, None if memory else recipe.workers))
+        if entry.contender.startswith(("huggingface", "composer")):
+            assert recipe.model.attn_implementation != "eager", "peers have the attention that a user gets"
+    for kind, works in kinds.items():
+        assert all(work == works[0] for work in works), kind
+    assert set(kinds) == ({"", "mlm/", "memory/"} if hardware == "cuda" else {""})
+
+
+# --- The bare loop -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["cpu/fastest", "finetune/fastest", "finetune/fastest_eager", "mlm/fastest"])
+def test_the_bare_loop_calls_every_function_as_it_wants_to_be_called(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(name, TINY)
+    task = build_task(recipe.task, recipe.model, seed=1)
+    model = build_model(recipe.model, task, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = contenders._loader(task, contenders.Job(recipe, 3, 2, 1))
+    called: dict[str, Any] = {}
+    real = registry.function
+
+    def stub(key: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> int:
+            bound = inspect.signature(real(key)).bind(*args, **kwargs)
+            called[key] = next(iter(bound.arguments.values()), None)
+            return 1
+
+        return call
+
+    monkeypatch.setattr(registry, "function", stub)
+    kept = contenders.apply_functions(recipe, model, optimizer, loader, torch.device(device))
+    left_out = {"sync_free_loop"} | ({"prefetch_batches"} if device == "cpu" else set())
+    assert set(called) == set(recipe.speedups) - left_out
+    assert len(kept) == len(called)
+    for key, first in called.items():
+        if key == "prefetch_batches":
+            assert first is loader
+        elif key not in ("matmul_precision", "reuse_host_memory"):
+            assert first is (optimizer if "adamw" in key else model), key
+    assert type(loader.collate_fn).__name__ == "CountTokens"
+
+
+def test_the_bare_loop_refuses_other_batches() -> None:
+    with pytest.raises(ValueError, match="length_grouped_batches"):
+        contenders.apply_functions(load_recipe("cpu/length_grouped_batches"), None, None, None, torch.device("cpu"))
+
+
+# --- Real runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("contender", "recipe"),
+    [
+        *(("ours", "cpu/fp32"), ("ours", "cpu/fastest"), ("composer", "cpu/fp32"), ("huggingface", "cpu/fp32")),
+        *(("huggingface_best", "cpu/fp32"), ("bare_loop", "cpu/fp32"), ("bare_loop", "cpu/fastest")),
+    ],
+)
+def test_contenders_run_and_do_the_same_samples(
+    contender: str, recipe: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if contender.startswith("huggingface"):
+        pytest.importorskip("accelerate")
+    this = job(recipe, steps=10)  # a tenth of it is a step of warm-up: Composer warns at none
+    payload = {"contender": contender, "recipe": this.recipe.to_dict(), "arguments": {}}
+    found = contenders.measure(payload | {"steps": 10, "counted": 6, "seed": 5}, print)
+    assert len(found["seconds"]) == len(found["losses"]) == len(found["tokens"]) == len(found["flops"]) == 10
+    assert min(found["seconds"]) > 0 and found["peak_memory_bytes"] > 0
+    # Weights, samples and no dropout: the first loss is everybody's, to the rounding of bf16.
+    if contender != "huggingface_best":
+        expected = _first_loss(this)
+        assert found["losses"][0] == pytest.approx(expected, rel=1e-2 if "fastest" in recipe else 1e-5)
+
+
+def _first_loss(this: contenders.Job) -> float:
+    task, model = contenders._make(this)
+    order = list(contenders._sampler(task, this))[: this.recipe.batch_size]
+    with torch.no_grad():
+        return float(model(**task.collate_train([task.train[i] for i in order])).loss)
+
+
+def test_real_tokens_are_those_of_the_samples() -> None:
+    this = job("cpu/fp32")
+    task = build_task(this.recipe.task, this.recipe.model, seed=this.seed)
+    work = contenders._work(this, None)
+    batches = list(contenders._loader(task, this))[:3]
+    assert work["tokens"] == [float(batch["attention_mask"].sum()) for batch in batches]
+    chosen = list(range(20, 32))
+    assert work["mean_length"] == pytest.approx(task.train.lengths.mean())
+    assert sum(contenders._work(this, chosen)["tokens"]) == task.train.lengths[20:32].sum()
+
+
+# --- Length grouping ---------------------------------------------------------------------------------------------
+
+
+def test_grouped_batches_are_a_whole_epochs_in_miniature() -> None:
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    lengths = np.random.default_rng(3).integers(10, 257, 8000)
+    this = contenders.Job(load_recipe("cpu/fp32"), 12, 8, seed=5)
+    order = contenders._grouped(lengths, this)
+    assert len(order) == 12 * 32
+    counted = lengths[order].reshape(12, 32)[4:]
+    epoch = lengths[list(LengthGroupedSampler(32, lengths=lengths.tolist()))].reshape(250, 32)
+
+    def padding(batches: np.ndarray) -> float:
+        return 1 - batches.sum() / (32 * batches.max(1).sum())
+
+    assert padding(epoch) < 0.05 < padding(lengths.reshape(250, 32)), "the sampler does group"
+    assert padding(counted) == pytest.approx(padding(epoch), abs=0.02)
+    assert counted.mean() == pytest.approx(epoch.mean(), rel=0.03)
+    assert counted[0].mean() > counted[-1].mean(), "the longest come first"
+
+
+# --- The harness -------------------------------------------------------------------------------------------------
+
+
+def row(entry: str, repetition: int, tokens: float, **more: Any) -> dict[str, Any]:
+    values = {"seconds": [9.0, 1.0, 1.0], "tokens": [9, tokens, tokens], "flops": [9, 5.0, 5.0], "losses": [1.0, 0.5]}
+    found = {"entry": entry, "repetition": repetition, "reason": "", "overlapped": False, **values} | more
+    return found | harness._speeds(found, 4, 2)
+
+
+def test_speeds_are_of_the_batches_that_count() -> None:
+    found = row("ours: a", 0, 10)
+    assert (found["samples_per_second"], found["real_tokens_per_second"], found["flops_per_second"]) == (4.0, 10.0, 5.0)
+    failed = {"status": "failed", "reason": "x"}
+    assert set(harness._speeds(failed, 4, 2).values()) == {None}
+
+
+def test_the_table_compares_real_tokens_within_a_kind() -> None:
+    names = ["ours: x/fp32", "ours: x/fastest", "ours: mlm/amp", "ours: mlm/fastest"]
+    speeds = (10, 40, 5, 15)
+    rows = [row(name, n, speed * (n + 1)) for n in range(3) for name, speed in zip(names, speeds, strict=True)]
+    lines = {name: peers._line(rows, name, names, 100.0) for name in names}
+    assert lines["ours: x/fastest"][4].startswith("4.00x")
+    assert lines["ours: x/fp32"][5].startswith("4.00x")
+    assert lines["ours: mlm/amp"][4:6] == ("1.00x [1.00, 1.00]", "3.00x [3.00, 3.00]")
+    assert lines["ours: x/fp32"][3] == "5.0 % [5.0, 5.0]"
+    rows[0]["overlapped"] = True
+    assert "beside another measurement" in peers._line(rows, names[0], names, 100.0)[0]
+    failed = [row(names[0], 0, 0, seconds=[], reason="out of memory")]
+    assert peers._line(failed, names[0], names[:1], 1.0)[1] == "out of memory"
+
+
+def test_a_plot_is_drawn_and_leaves_out_what_has_no_value(tmp_path: Path) -> None:
+    harness.plot(tmp_path, {"ours: a": [1.0, 2.0], "b": [3.0], "failed": []}, "samples/s")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    harness.plot(tmp_path / "nothing", {"failed": []}, "samples/s")
+
+
+def test_nothing_runs_after_the_deadline(tmp_path: Path) -> None:
+    entries = {"a": harness.Entry("ours", "cpu/fp32", TINY)}
+    assert harness.interleaved(entries, tmp_path, repetitions=1, batches=1, deadline=0.0) == []
+
+
+# --- Limits ------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_run_and_leave_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that stays is added to in the next call, which moves bytes that nobody counts."""
+    device, left = torch.device("cpu"), []
+    kernels = [*limits._norms(device, 8, 64), *limits._activations(device, 8, 64), *limits._projections(device, 8, 64)]
+    kernels += limits._attention(device, 64)
+    accumulate = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *a, **k: left.append(1) or accumulate(*a, **k))
+    monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: left.append(1))
+    for kernel in kernels:
+        kernel.call()
+        assert kernel.bytes or kernel.flops
+    assert not left
+    assert len(kernels) >= 10
