@@ -21,6 +21,7 @@ from composer_speedups import hardware
 from composer_speedups.ablation import jobs
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.presence import Presence
+from composer_speedups.ablation.store import Store
 from composer_speedups.cli import main
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError
 from composer_speedups.measure import reset_peak_memory
@@ -30,7 +31,7 @@ from composer_speedups.tuning import jobs as tuning_jobs
 from composer_speedups.tuning import rate as rates
 from composer_speedups.tuning.batch import Tried, fastest, largest
 from composer_speedups.tuning.record import Record, RecordError
-from composer_speedups.tuning.rows import tune_rows
+from composer_speedups.tuning.rows import expected_tuning, tune_rows
 from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, starting_size
 from composer_speedups.tuning.tune import Settings, record_path, tune
 
@@ -545,6 +546,62 @@ def test_ablate_tune_studies_the_tuned_recipes(tmp_path: Path, monkeypatch: pyte
     capsys.readouterr()
     assert main(command) == 0
     assert "is there already" in capsys.readouterr().out
+
+
+def tuned_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[list[dict], str]:
+    """The recipes of a study with fake tries and fake runs, and its sentence."""
+    sys.path.insert(0, str(Path(__file__).parent / "ablation"))
+    import fakes as study_fakes
+
+    from composer_speedups.ablation import study
+    from composer_speedups.tuning import rows
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "Entries", lambda: study_fakes.ENTRIES)
+    monkeypatch.setattr(rows.tune_rows, "__kwdefaults__", rows.tune_rows.__kwdefaults__ | {"entries": fakes.ENTRIES})
+    options = ["--tune", "--tune-samples", "4000", "--out", "out"]
+    assert main(["ablate", *command, *SIZES, *options]) == 0
+    verdict = json.loads((tmp_path / "out" / "results.json").read_text())["study"]["verdict"]
+    with Store(tmp_path / "out" / "runs.sqlite", create=False) as store:
+        return list(store.recipes().values()), verdict
+
+
+def test_equal_batch_rows_are_made_of_the_tuned_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tuned before, they would be no longer equal."""
+    (tmp_path / "own.yaml").write_text("extends: demo/bf16\nlearning_rate: 2e-3\n")
+    recipes, _ = tuned_study(tmp_path, monkeypatch, "demo/fp32", "own.yaml", "duration=40ba", "--equal-batch")
+    assert [r["name"] for r in recipes] == ["demo/fp32.tuned", "own.tuned", "own.equal_batch"]
+    base, tuned, equal = recipes
+    assert tuned["learning_rate"] != base["learning_rate"] or tuned["batch_size"] != base["batch_size"]
+    for key in ("batch_size", "learning_rate", "microbatch_size", "duration", "schedule", "task"):
+        assert equal[key] == base[key]
+    assert equal["speedups"] == tuned["speedups"]
+    written = sorted(p.name for p in (tmp_path / "out" / "recipes").iterdir())
+    assert written == ["demo.fp32.yaml", "own.yaml"], "an equal-batch row is not tuned"
+
+
+def test_leave_one_out_of_tuned_rows_keeps_its_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recipes, verdict = tuned_study(tmp_path, monkeypatch, "demo/bf16", "duration=1ep", "--plan", "leave-one-out")
+    assert [r["name"] for r in recipes] == [
+        "demo/bf16.tuned",
+        "demo/bf16.tuned.without_foreach_adamw",
+        "demo/bf16.tuned.without_mixed_precision",
+    ]
+    assert "without foreach_adamw, " in verdict or "without mixed_precision, " in verdict
+
+
+def test_the_expected_time_is_of_what_is_left_to_tune(tmp_path: Path):
+    recipes = [load_recipe(name, ["evaluate=true"], check_arguments=False) for name in ("demo/fp32", "demo/bf16")]
+    few, many = Settings(samples=1000), Settings(samples=3000)
+    peaks = {"fp32": 1e9, "bf16": 1e9}
+    count, seconds = expected_tuning(recipes, tmp_path, few, peaks, "cpu")
+    three = expected_tuning(recipes, tmp_path, many, peaks, "cpu")[1]
+    assert count == 2 and seconds is not None and three is not None
+    tries = 2 * (12 + 2 * few.trials) * 5
+    assert three - tries == pytest.approx(3 * (seconds - tries)) and seconds > tries
+    assert expected_tuning(recipes, tmp_path, few, {}, "cpu") == (2, None)
+    (tmp_path / "demo.fp32.yaml").touch()
+    assert expected_tuning(recipes, tmp_path, few, peaks, "cpu") == (1, pytest.approx(seconds / 2))
 
 
 # --- The command ---

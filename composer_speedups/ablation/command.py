@@ -16,6 +16,7 @@ from composer_speedups.errors import RecipeError, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from composer_speedups.ablation.output import Findings
     from composer_speedups.ablation.store import Store
     from composer_speedups.recipes import Recipe
 
@@ -23,6 +24,7 @@ __all__ = ["ABLATE_EXAMPLE", "REPORT_EXAMPLE", "ablate", "report", "stop_on_term
 
 ABLATE_EXAMPLE = "Example: composer-speedups ablate demo --seeds 3 --out runs/demo task.max_length=64"
 REPORT_EXAMPLE = "Example: composer-speedups report runs/demo, or report runs/before runs/after"
+_TIMEOUT = 120.0  # minutes
 
 
 def ablate(
@@ -35,7 +37,7 @@ def ablate(
     baseline: Annotated[
         str | None, typer.Option(help="Compare with this recipe [default: the suite's, or the first].")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Minutes that one run may take.", min=0.01)] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Minutes that one run may take.", min=0.01)] = _TIMEOUT,
     retry: Annotated[bool, typer.Option("--retry", help="Make failed and skipped runs again.")] = False,
     plan: Annotated[
         str | None,
@@ -47,7 +49,11 @@ def ablate(
     ] = None,
     equal_batch: Annotated[
         bool,
-        typer.Option("--equal-batch", help="Also measure each row at the baseline's batch size and learning rate."),
+        typer.Option(
+            "--equal-batch",
+            help="Also measure each row at the baseline's batch size and learning rate; with --tune, at those found "
+            "for the baseline.",
+        ),
     ] = False,
     profile: Annotated[
         bool,
@@ -55,7 +61,10 @@ def ablate(
     ] = True,
     tune: Annotated[
         bool,
-        typer.Option("--tune", help="First find each row's own batch and learning rate; they go to OUT/recipes."),
+        typer.Option(
+            "--tune",
+            help="First find each row's own batch and learning rate, the baseline's too; they go to OUT/recipes.",
+        ),
     ] = False,
     tune_samples: Annotated[int, typer.Option(help="With --tune: samples to train for each row.")] = 4000,
     dry_run: Annotated[
@@ -66,6 +75,7 @@ def ablate(
 
     The same command again goes on where it was stopped.
     """
+    from composer_speedups.ablation.plans import equal_batch as with_equal_batch
     from composer_speedups.ablation.study import run_study, show_findings
     from composer_speedups.ablation.terminal import make_console
 
@@ -73,18 +83,25 @@ def ablate(
     name, recipes, default = _load(what)
     chosen = default
     if plan is not None or equal_batch:
-        recipes, chosen = _planned(plan, equal_batch, recipes, baseline, default)
+        recipes, chosen = _planned(plan, recipes, baseline, default, _overrides(what))
         name = f"{name}-{plan}" if plan else name
         name += "-equal-batch" if equal_batch else ""
     elif baseline:
         chosen = _baseline(baseline, [r.name for r in recipes])
+    _check_trainings(recipes, chosen, console)
     folder = out if out is not None else Path("runs") / name
     stop_on_termination()
-    command = _command(what, seeds, out, baseline, plan, equal_batch, profile, tune_samples if tune else None)
+    samples = tune_samples if tune else None
+    command = _command(what, seeds, out, baseline, plan, equal_batch, profile, samples, timeout)
+    untuned = recipes
     if tune and dry_run:
         console.print(f"Each row would be tuned first, with {tune_samples:,} samples; the plan shows them untuned.")
+        if equal_batch:
+            console.print("Rows whose batch or rate then differ from the baseline's would be measured at its own, too.")
     elif tune:
         recipes, chosen = _tuned(recipes, chosen, folder, tune_samples, timeout, command, console)
+    if equal_batch:
+        recipes = with_equal_batch(recipes, next(r for r in recipes if r.name == chosen), untuned)
     result = run_study(
         recipes,
         seeds=_seeds(recipes[0].seed, seeds),
@@ -100,6 +117,8 @@ def ablate(
         inspect=profile,
     )
     if dry_run:
+        if tune:
+            _say_tuning(untuned, folder, tune_samples, result.findings, console)
         return
     show_findings(result.findings, console)
     console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
@@ -174,7 +193,7 @@ def _load(what: list[str]) -> tuple[str, list[Recipe], str]:
     from composer_speedups import hardware
     from composer_speedups.recipes import load_recipes, load_suite, suite_names
 
-    overrides = [word for word in what if "=" in word]
+    overrides = _overrides(what)
     names = [word for word in what if "=" not in word]
     if not names:
         raise RecipeError("name a suite or a recipe: composer-speedups ablate demo")
@@ -187,6 +206,10 @@ def _load(what: list[str]) -> tuple[str, list[Recipe], str]:
         return suite.name, suite.recipes, suite.baseline
     recipes = load_recipes(names, overrides, check_arguments=False)
     return recipes[0].name.rpartition("/")[2] if len(recipes) == 1 else "study", recipes, recipes[0].name
+
+
+def _overrides(what: list[str]) -> list[str]:
+    return [word for word in what if "=" in word]
 
 
 def _is_suite_file(name: str) -> bool:
@@ -215,16 +238,62 @@ def _seeds(first: int, count: int) -> list[int]:
     return [(first + n) % 2**32 for n in range(count)]
 
 
+# A row may differ from the baseline in these, as a user may want to see what they cost.
+_PADDING = ("padding", "pad_to_multiple_of")
+
+
+def _check_trainings(recipes: list[Recipe], baseline: str, console: Console) -> None:
+    """Refuse a row with another task than the baseline's; warn of one that pads otherwise or trains another length."""
+    base = next(recipe for recipe in recipes if recipe.name == baseline)
+    wanted = base.task.model_dump()
+    warnings: dict[str, list[str]] = {}
+    for recipe in recipes:
+        for key, value in recipe.task.model_dump().items():
+            if value == wanted[key]:
+                continue
+            words, remedy = f"task.{key} {value}", f"add task.{key}={_yaml(wanted[key])}"
+            if key not in _PADDING:
+                raise UserError(
+                    f"{recipe.name} has {words}, the baseline {baseline} {wanted[key]}: their speeds cannot be "
+                    f"compared. Name another baseline, or {remedy}"
+                )
+            text = f"{words}, the baseline {wanted[key]}: speeds differ by that, too. To compare the rest, {remedy}"
+            warnings.setdefault(text, []).append(recipe.name)
+        if not _as_long(recipe, base):
+            text = (
+                f"duration {recipe.duration}, the baseline {base.duration}: wall-clock and quality cannot be compared. "
+            )
+            text += f"For one length, add duration={base.duration}"
+            warnings.setdefault(text, []).append(recipe.name)
+    for text, names in warnings.items():
+        console.print(f"{', '.join(names)}: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def _as_long(recipe: Recipe, base: Recipe) -> bool:
+    """Whether both train for the same duration, or as many samples, as far as whole batches allow."""
+    from composer_speedups.recipe_schema import in_samples
+
+    if recipe.duration == base.duration:
+        return True
+    if "ep" in (recipe.duration[-2:], base.duration[-2:]):  # how many samples an epoch has is not known here
+        return False
+    one, other = (in_samples(r.duration, 0, r.batch_size) for r in (recipe, base))
+    return abs(one - other) <= max(recipe.batch_size, base.batch_size) / 2
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
 def _planned(
-    plan: str | None, equal: bool, recipes: list[Recipe], baseline: str | None, default: str
+    plan: str | None, recipes: list[Recipe], baseline: str | None, default: str, overrides: list[str]
 ) -> tuple[list[Recipe], str]:
     """The rows that a plan makes of the recipes, and their baseline."""
-    from composer_speedups.ablation.plans import equal_batch, expand, root
-    from composer_speedups.recipes import load_recipe
+    from composer_speedups.ablation.plans import expand, root
 
     names = [recipe.name for recipe in recipes]
     if baseline and baseline not in names and not any(n.endswith(f"/{baseline}") for n in names):
-        base = load_recipe(baseline, check_arguments=False)
+        base = _outside(baseline, overrides)
     elif baseline or len(recipes) > 1:
         wanted = _baseline(baseline, names) if baseline else default
         base = recipes[names.index(wanted)]
@@ -235,7 +304,28 @@ def _planned(
         recipes, chosen = expand(plan, recipes, base)
     elif base.name not in names:
         recipes = [base, *recipes]
-    return equal_batch(recipes, base) if equal else recipes, chosen
+    return recipes, chosen
+
+
+def _outside(baseline: str, overrides: list[str]) -> Recipe:
+    """A baseline that is none of the recipes, with the overrides that hold for them.
+
+    Those of a speed-up's arguments, and its removal, are for the recipes that have it.
+    """
+    from composer_speedups.recipe_merge import COMMAND_LINE, SECTIONS
+    from composer_speedups.recipe_yaml import read_text
+    from composer_speedups.recipes import load_recipe
+
+    plain = load_recipe(baseline, check_arguments=False)
+
+    def meant(override: str) -> bool:
+        key, _, value = override.partition("=")
+        section, *path = key.strip().split(".")
+        if section not in SECTIONS or not path or path[0] in getattr(plain, section):
+            return True
+        return len(path) == 1 and read_text(value, COMMAND_LINE, lines=False).value not in (None, False)
+
+    return load_recipe(baseline, [o for o in overrides if meant(o)], check_arguments=False)
 
 
 def _tuned(
@@ -259,6 +349,21 @@ def _tuned(
     return found
 
 
+def _say_tuning(recipes: list[Recipe], folder: Path, samples: int, found: Findings, console: Console) -> None:
+    """How long the tuning would take that a dry run leaves out."""
+    from composer_speedups import hardware
+    from composer_speedups.ablation.estimate import duration
+    from composer_speedups.tuning.rows import expected_tuning
+    from composer_speedups.tuning.tune import Settings
+
+    skipped = {run.recipe for run in found.runs if run.status == "skipped"}
+    rows = [recipe for recipe in recipes if recipe.name not in skipped]
+    peaks = found.study.get("peaks") or {}
+    count, seconds = expected_tuning(rows, folder / "recipes", Settings(samples=samples), peaks, hardware.hardware())
+    about = f", about {duration(seconds)}" if count and seconds is not None else ""
+    console.print(f"To tune before that: {count} rows, {samples:,} samples each{about}", highlight=False)
+
+
 def _command(
     what: list[str],
     seeds: int,
@@ -268,6 +373,7 @@ def _command(
     equal: bool = False,
     profile: bool = True,
     tune: int | None = None,
+    timeout: float = _TIMEOUT,
 ) -> str:
     words: list[Any] = ["composer-speedups", "ablate", *what, "--seeds", seeds]
     words += ["--out", out] if out is not None else []
@@ -276,6 +382,7 @@ def _command(
     words += ["--equal-batch"] if equal else []
     words += [] if profile else ["--no-profile"]
     words += [] if tune is None else ["--tune", "--tune-samples", tune]
+    words += [] if timeout == _TIMEOUT else ["--timeout", f"{timeout:g}"]
     return shlex.join(map(str, words))
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from composer_speedups.ablation import interactions
 from composer_speedups.ablation.charts import charts
 from composer_speedups.ablation.report import report_html
 from composer_speedups.ablation.rows import build_rows
@@ -47,6 +48,9 @@ def findings(store: Store) -> Findings:
     environments = store.environments()
     environment = next(iter(environments.values()), {})
     rows = build_rows(recipes, runs, study["baseline"], study.get("peaks"), hardware=environment.get("hardware", "cpu"))
+    by_name = {row["recipe"]: row for row in rows}
+    for one in interactions.interactions(recipes, runs, study["baseline"]):
+        by_name[one.pair]["interaction"] = asdict(one) | {"text": interactions.sentence(one)}
     lines = conditions(environment, study, rows, recipes)
     good = [run for run in runs if run.status == "ok" and run.started and run.result.get("samples_per_second")]
     good.sort(key=lambda run: run.started or 0.0)

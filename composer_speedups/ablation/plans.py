@@ -66,19 +66,35 @@ def expand(plan: str, recipes: Sequence[Recipe], baseline: Recipe) -> tuple[list
     return rows, baseline.name
 
 
-def equal_batch(recipes: Sequence[Recipe], baseline: Recipe) -> list[Recipe]:
+def equal_batch(recipes: Sequence[Recipe], baseline: Recipe, untuned: Sequence[Recipe] | None = None) -> list[Recipe]:
     """Each recipe, and after it, where its batch size or learning rate is its own, one with the baseline's.
 
     The second shows what the mechanism brings, the first what the user gets.
+
+    Args:
+        recipes: the rows, tuned or not.
+        baseline: the row that they are compared with, as it is measured.
+        untuned: the rows as they were before tuning, in the same order; None: they were not tuned.
     """
     rows: list[Recipe] = []
-    for recipe in recipes:
+    same = {name: getattr(baseline, name) for name in _TUNED}
+    for recipe, source in zip(recipes, untuned or recipes, strict=True):
         rows.append(recipe)
-        same = {name: getattr(baseline, name) for name in _TUNED}
         if any(getattr(recipe, name) != value for name, value in same.items()):
-            words = f"{recipe.description or _last(recipe.name)}, batch and LR of {_last(baseline.name)}"
-            rows.append(_copy(recipe, name=f"{recipe.name}.equal_batch", description=words, published=None, **same))
+            words = f"{source.description or _last(source.name)}, batch and LR of {_last(baseline.name)}"
+            changes = same | {"name": f"{recipe.name.removesuffix('.tuned')}.equal_batch", "description": words}
+            rows.append(_copy(source, published=None, **changes, **_counted_in_batches(source, baseline)))
     return rows
+
+
+def _counted_in_batches(recipe: Recipe, baseline: Recipe) -> dict[str, Any]:
+    """What is counted in batches is the baseline's, too: tuning changes it along with the batch."""
+    changes: dict[str, Any] = {}
+    if recipe.duration.endswith("ba") and baseline.duration.endswith("ba"):
+        changes["duration"] = baseline.duration
+    if recipe.schedule.warmup.endswith("ba"):
+        changes["schedule"] = recipe.schedule.model_copy(update={"warmup": baseline.schedule.warmup})
+    return changes
 
 
 def root(recipe: Recipe) -> Recipe:
@@ -105,7 +121,8 @@ def root(recipe: Recipe) -> Recipe:
 
 def _ladder(recipes: Sequence[Recipe], baseline: Recipe) -> list[Recipe]:
     if len(recipes) > 1:
-        return list(recipes)
+        outside = baseline.name not in {recipe.name for recipe in recipes}
+        return [baseline, *recipes] if outside else list(recipes)
     target, taken, rows = recipes[0], {}, [baseline]
     switches = _switches(target, baseline)
     for (key, arguments), label in zip(switches[:-1], _labels(switches)[:-1], strict=True):

@@ -213,6 +213,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
             lines.append(f"{name}: {row['quality_verdict']}: {row['quality_note']}")
         elif row["quality_verdict"] == "not judged" and row["quality_note"] and len(row["seeds"]) > 1:
             lines.append(f"{name}: quality not judged: {row['quality_note']}")
+        if row.get("interaction"):
+            lines.append(row["interaction"]["text"])
         if row.get("no_effect"):
             lines.append(f"* {name}: {', '.join(row['no_effect'])} changed nothing, so this row does not show it")
         if row.get("compile_seconds") and row["seeds"]:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from composer_speedups.ablation.estimate import expected_seconds
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import RecipeError, SpeedUpUnavailable, UserError
-from composer_speedups.tuning.tune import ENTRIES, Settings, tune
+from composer_speedups.tuning.tune import ENTRIES, START, TRIES, Settings, tune
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["tune_rows"]
+__all__ = ["expected_tuning", "tune_rows"]
+
+
+_WITHOUT = ".without_"  # of the rows of leave-one-out
 
 
 def tune_rows(
@@ -45,9 +49,9 @@ def tune_rows(
     chosen = baseline
     with Isolation(entries.train, entries.preload) as isolation:
         for number, recipe in enumerate(recipes, start=1):
-            path = folder / f"{recipe.name.replace('/', '.')}.yaml"
+            path = _path(folder, recipe)
             mark = f"of {_digest(recipe, settings)}"
-            name = f"{recipe.name}.tuned"
+            name = _name(recipe.name, baseline)
             if name in names:
                 raise RecipeError(f"{name} is the name of a row already: give that recipe another name")
             console.print(f"\n[bold]Tuning row {number} of {len(recipes)}[/]: {recipe.name}", highlight=False)
@@ -89,6 +93,40 @@ def tune_rows(
             if recipe.name == baseline:
                 chosen = name
     return rows, chosen
+
+
+def expected_tuning(
+    recipes: Sequence[Recipe], folder: Path, settings: Settings, peaks: Mapping[str, float], hardware: str
+) -> tuple[int, float | None]:
+    """How many rows `tune_rows` would tune, and in about how many seconds; None if the attainable speed is not known.
+
+    Args:
+        recipes: those that can run on this machine.
+        folder: of the tuned recipes: those that are there are not made again.
+        settings: of the search for each row.
+        peaks: FLOP/s of a plain matmul by precision.
+        hardware: `cpu` or `cuda`.
+    """
+    left = [recipe for recipe in recipes if not _path(folder, recipe).exists()]
+    total = len(left) * (TRIES + 2 * settings.trials) * START
+    for recipe in left:
+        plain = recipe.to_dict() | {"evaluate": False}
+        one, two = (expected_seconds(plain | {"duration": f"{n}sp"}, peaks, hardware) for n in (1, 2))
+        if one is None or two is None:
+            return len(left), None
+        total += settings.samples * (two - one)
+    return len(left), total
+
+
+def _path(folder: Path, recipe: Recipe) -> Path:
+    return folder / f"{recipe.name.replace('/', '.')}.yaml"
+
+
+def _name(name: str, baseline: str) -> str:
+    """Of the tuned row; what is the baseline without something stays so: BASE.tuned.without_X."""
+    if name.startswith(baseline + _WITHOUT):
+        return f"{baseline}.tuned{name.removeprefix(baseline)}"
+    return f"{name}.tuned"
 
 
 def _digest(recipe: Recipe, settings: Settings) -> str:

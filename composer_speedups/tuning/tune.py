@@ -30,7 +30,7 @@ from composer_speedups.tuning.written import check_output, write_recipe
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["ENTRIES", "GOALS", "SAMPLES", "Settings", "Tuned", "record_path", "tune"]
+__all__ = ["ENTRIES", "GOALS", "SAMPLES", "START", "TRIES", "Settings", "Tuned", "record_path", "tune"]
 
 ENTRIES = Entries(
     train="composer_speedups.tuning.jobs:trial",
@@ -39,7 +39,8 @@ ENTRIES = Entries(
 )
 GOALS = ("largest", "fastest")
 SAMPLES = 16_000
-_TRIES = 12  # of the batch, that a budget is divided by
+TRIES = 12  # of the batch, that a budget is divided by
+START = 5.0  # seconds before the first step of a try, as a guess
 _LEAST, _MOST = 6, 60  # steps of a try: three of them are warm-up
 _FITTING = 4  # steps that show whether a batch fits: the optimizer's state is there after the first
 _SHARE = {"cpu": 0.8, "cuda": 0.95}  # of the memory there is, where no limit is given
@@ -214,10 +215,10 @@ class _Session:
         if settings.batch:
             within = f" within {self.limit / 1e9:.1f} GB" if self.limit else ""
             parts.append(f"the {self.goal} {noun}{within}")
-            seconds += _TRIES * 5 + (self.batch_budget if self.goal == "fastest" else 0) * self.per_sample
+            seconds += TRIES * START + (self.batch_budget if self.goal == "fastest" else 0) * self.per_sample
         if settings.rate:
             parts.append(f"the learning rate, {settings.trials} tried at most")
-            seconds += 2 * settings.trials * 5 + (settings.samples - self.batch_budget or settings.samples) * (
+            seconds += 2 * settings.trials * START + (settings.samples - self.batch_budget or settings.samples) * (
                 self.per_sample
             )
         say(f"Tuning {recipe.name}: {'; then '.join(parts)}")
@@ -315,7 +316,7 @@ class _Session:
         if self.goal == "largest":
             steps = _FITTING
         else:
-            steps = min(_MOST, max(_LEAST, math.ceil(self.batch_budget / _TRIES / batch)))
+            steps = min(_MOST, max(_LEAST, math.ceil(self.batch_budget / TRIES / batch)))
             steps = min(steps, (self.batch_budget - self.used) // batch)
             if steps < _FITTING:
                 return None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 
 import fakes
 import pytest
+from rich.console import Console
 
-from composer_speedups.ablation import study
+from composer_speedups.ablation import command, study
+from composer_speedups.ablation.store import Store
 from composer_speedups.cli import main
+from composer_speedups.recipes import load_suite, suite_names
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +77,84 @@ def test_a_plan_and_equal_batch(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "finetune/fp32+mixed_precision.equal_batch" in [row["recipe"] for row in found]
     study = json.loads((tmp_path / "runs" / name / "results.json").read_text())["study"]
     assert study["command"].endswith("--plan one-at-a-time --equal-batch")
+
+
+def studied(out: Path) -> dict[str, dict]:
+    """The recipes of a study, as they were run."""
+    with Store(out / "runs.sqlite", create=False) as store:
+        return store.recipes()
+
+
+def test_a_baseline_from_outside_gets_the_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    changes = ["task.max_length=64", "duration=4ba", "batch_size=4", "speedups.torch_compile.scope=model"]
+    command = ["ablate", "demo/compile", "--plan", "one-at-a-time", "--baseline", "demo/fp32", *changes]
+    assert main([*command, "speedups.mixed_precision=null", "speedups.reuse_host_memory={}", "--out", "out"]) == 0
+    found = studied(tmp_path / "out")
+    base = found["demo/fp32"]
+    assert {(r["task"]["max_length"], r["duration"], r["batch_size"]) for r in found.values()} == {(64, "4ba", 4)}
+    assert set(base["speedups"]) == {"matmul_precision", "reuse_host_memory"}, "what it lacks is not changed in it"
+    assert "cannot be compared" not in capsys.readouterr().out
+
+
+def test_a_ladder_of_recipes_with_a_baseline_from_outside(tmp_path: Path):
+    command = ["ablate", "demo/bf16", "demo/compile", "--plan", "ladder", "--baseline", "demo/fp32", "--out", "out"]
+    assert main(command) == 0
+    assert list(studied(tmp_path / "out")) == ["demo/fp32", "demo/bf16", "demo/compile"]
+
+
+PLAN = ["--plan", "one-at-a-time", "--baseline", "finetune/fp32"]
+
+
+@pytest.mark.parametrize("options", [[], PLAN], ids=["list", "plan"])
+def test_a_row_with_another_task_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]):
+    recipes = ["demo/bf16"] if options else ["finetune/fp32", "demo/bf16"]
+    fixed = ["task.name=docstrings", "task.train_samples=64", "task.eval_samples=64", "task.vocabulary=2048"]
+    row = "finetune/fp32+foreach_adamw" if options else "demo/bf16"
+    message = f"{row} has task.max_length 128, the baseline finetune/fp32 256: their speeds cannot be compared. "
+    assert main(["ablate", *recipes, *options, *fixed]) == 2
+    error = capsys.readouterr().err
+    assert message + "Name another baseline, or add task.max_length=256" in error and error.count("\n") == 1
+    assert main(["ablate", *recipes, *options, *fixed, "task.max_length=256"]) == 0
+
+
+def test_a_row_that_trains_longer_or_pads_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    Path("longer.yaml").write_text("extends: demo/bf16\nduration: 60ba\n")
+    Path("unpadded.yaml").write_text("extends: demo/bf16\ntask: {padding: longest}\n")
+    Path("as_long.yaml").write_text("extends: demo/bf16\nbatch_size: 96\nduration: 10ba\n")
+    command = ["ablate", "demo/fp32", "longer.yaml", "as_long.yaml", "unpadded.yaml", "--out", "out"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "longer: duration 60ba, the baseline 30ba: wall-clock and quality cannot be compared" in text
+    assert "unpadded: task.padding longest, the baseline max_length: speeds differ by that, too" in text
+    assert "as_long: " not in text
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", suite_names())
+def test_the_rows_of_shipped_suites_train_the_same(name: str, hardware: str):
+    suite = load_suite(name, hardware, check_arguments=False)
+    console = Console(file=io.StringIO())
+    command._check_trainings(suite.recipes, suite.baseline, console)
+    assert console.file.getvalue() == ""
+
+
+def test_a_dry_run_tells_how_long_tuning_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["ablate", "demo/fp32", "demo/bf16", "--tune", "--tune-samples", "4000", "--dry-run", "--out", "out"]
+    assert main(command) == 0
+    few = re.search(r"To tune before that: 2 rows, 4,000 samples each, about (.*)", capsys.readouterr().out)
+    assert few is not None
+    command[5] = "40000"
+    assert main(command) == 0
+    many = re.search(r"2 rows, 40,000 samples each, about (.*)", capsys.readouterr().out)
+    assert many is not None and few[1] != many[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_in_the_report_has_the_time_limit(tmp_path: Path):
+    for out, limit in (("one", []), ("two", ["--timeout", "90"]), ("three", ["--timeout", "0.5"])):
+        assert main(["ablate", "demo/fp32", "--out", out, *limit]) == 0
+        study = json.loads((tmp_path / out / "results.json").read_text())["study"]
+        assert study["command"] == " ".join(["composer-speedups ablate demo/fp32 --seeds 1 --out", out, *limit])
 
 
 def test_two_studies_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -69,6 +69,14 @@ def test_ladder_adds_one_a_row():
     assert counts == [1, 2, 3, 4] and baseline == "demo/fp32" and list(found)[-1] == "demo/compile"
 
 
+def test_ladder_of_recipes_starts_with_a_baseline_from_outside():
+    recipes = [load("demo/bf16"), load("demo/compile")]
+    found, baseline = expand("ladder", recipes, load("demo/fp32"))
+    assert [r.name for r in found] == ["demo/fp32", "demo/bf16", "demo/compile"] and baseline == "demo/fp32"
+    found, _ = expand("ladder", recipes, recipes[1])
+    assert [r.name for r in found] == ["demo/bf16", "demo/compile"], "one that is among them stays where it is"
+
+
 def test_of_a_suite_each_speed_up_once_with_its_arguments():
     suite = load_suite("demo", "cpu", check_arguments=False)
     found, _ = expand("one-at-a-time", suite.recipes, suite.recipes[0])
@@ -85,6 +93,29 @@ def test_equal_batch_adds_what_differs():
     assert [r.name for r in found] == [*(r.name for r in recipes), "finetune/fp16_larger_batch.equal_batch"]
     assert (found[-1].batch_size, found[-1].learning_rate, found[-1].published) == (40, 1e-4, None)
     assert found[-1].speedups == recipes[-1].speedups
+
+
+def test_equal_batch_of_tuned_rows_is_the_untuned_row_at_the_measured_baseline_s_values():
+    untuned = [load("demo/fp32", "schedule.warmup=6ba"), load("demo/bf16", "schedule.warmup=6ba")]
+    values = [
+        {"batch_size": 96, "learning_rate": 3e-4, "duration": "10ba"},
+        {"batch_size": 128, "learning_rate": 4e-4, "duration": "8ba"},
+    ]
+    tuned = [
+        recipe.model_copy(
+            update=new
+            | {"name": f"{recipe.name}.tuned", "description": "tuned"}
+            | {"schedule": recipe.schedule.model_copy(update={"warmup": "2ba"})}
+        )
+        for recipe, new in zip(untuned, values, strict=True)
+    ]
+    found = equal_batch(tuned, tuned[0], untuned)
+    assert [r.name for r in found] == ["demo/fp32.tuned", "demo/bf16.tuned", "demo/bf16.equal_batch"]
+    equal = found[-1]
+    assert (equal.batch_size, equal.learning_rate) == (96, 3e-4)
+    assert (equal.duration, equal.schedule.warmup) == ("10ba", "2ba"), "as many steps as the baseline"
+    assert equal.speedups == untuned[1].speedups and "tuned" not in equal.description.partition(",")[0]
+    Recipe.model_validate(equal.to_dict())
 
 
 @pytest.mark.parametrize(

@@ -279,3 +279,24 @@ def test_runs_of_two_versions_are_told(tmp_path: Path):
         lines = write_all(store, tmp_path).conditions
     assert any("threads" in line and "99 here" in line for line in lines)
     assert any("2 versions of this package" in line and "f" * 12 in line for line in lines)
+
+
+def test_what_two_speed_ups_do_to_each_other_is_told(tmp_path: Path):
+    switches = {
+        "base": {},
+        "a": {"fused_adamw": {}},
+        "b": {"fast_dropout": {}},
+        "a_b": {"fused_adamw": {}, "fast_dropout": {}},
+    }
+    speeds = {"base": 100.0, "a": 120.0, "b": 150.0, "a_b": 90.0}
+    recipes = {n: fakes.Recipe(n).to_dict() | {"speedups": s} for n, s in switches.items()}
+    with Store(tmp_path / "runs.sqlite") as store:
+        store.begin({"name": "pairs", "baseline": "base", "created": 0}, list(recipes.items()))
+        store.plan(interleave(list(recipes), [1, 2, 3]))
+        while run := store.claim(None):
+            result = fakes.train({"recipe": recipes[run.recipe], "seed": run.seed}, lambda _: None)
+            store.finish(run, "ok", "", result | {"samples_per_second": speeds[run.recipe] + 0.1 * run.seed}, "")
+        rows = write_all(store, tmp_path).rows
+    assert rows[3]["interaction"]["verdict"] == "less than their product"
+    assert any(note.startswith("a_b: 0.50 times the product of what") for note in notes(rows))
+    assert "0.50 times the product" in (tmp_path / "table.md").read_text()
