@@ -10,7 +10,9 @@ last place of the compute dtype. Dropout draws other random numbers.
 **When it pays.** When the run is longer than the compilation: compare `compile_seconds` with the time saved.
 `scope="block"` compiles the repeated layer once and uses it for all of them; `scope="model"` also fuses what
 lies around the layers, and takes longer to compile, as every layer is in the graph. Batches of ever new
-lengths recompile: pad to few lengths, or set `dynamic=True`.
+lengths recompile. Few lengths come from the data: `padding: longest` with `pad_to_multiple_of: 64`, or
+`LengthGroupedBatches(multiple_of=64)`. `dynamic=True` makes one graph for all sizes, which the packed batches of
+`Unpadding` need. `mode="reduce-overhead"` records CUDA graphs, one for each size: for few sizes.
 
 **Needs.** For Inductor a C++ compiler and Python's headers on CPU; Triton, a C compiler and compute capability
 7.0 on CUDA. A `cache_dir` holds code that is loaded and run: point it only to folders that you trust. It is
