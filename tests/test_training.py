@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from composer_speedups import checkpoints, measure, training
+from composer_speedups import checkpoints, hardware, measure, training
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
 from composer_speedups.flops import local_attention, model_flops, pairs_within
 from composer_speedups.recipes import load_recipe
@@ -86,7 +86,7 @@ def test_peak_memory_without_proc(platform: str, unit: int, monkeypatch) -> None
     def missing(*_):
         raise FileNotFoundError
 
-    monkeypatch.setattr(measure, "open", missing, raising=False)
+    monkeypatch.setattr(hardware, "open", missing, raising=False)
     monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=5000))
     monkeypatch.setattr("sys.platform", platform)
     assert measure.peak_memory(torch.device("cpu")) == 5000 * unit

@@ -383,7 +383,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "stable": row["stable"],
         "quality_verdict": row["quality_verdict"],
         "no_effect": " ".join(row["no_effect"]),
-        "overlapped": " ".join(map(str, row["overlapped"])),
+        "overlapped": " ".join(map(str, row["overlapped"] or ())),
         "kernels": " ".join(row["kernels"]),
         "published_samples_per_second": published.get("samples_per_second"),
         "published_speedup": published.get("speedup"),

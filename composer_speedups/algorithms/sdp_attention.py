@@ -226,12 +226,7 @@ def enabled_kernels() -> tuple[bool, ...]:
 def enable_kernels(flags: tuple[bool, ...]) -> None:
     """Allow what `enabled_kernels` said, and nothing else."""
     cuda = torch.backends.cuda
-    switches = (
-        cuda.enable_flash_sdp,
-        cuda.enable_mem_efficient_sdp,
-        cuda.enable_cudnn_sdp,
-        cuda.enable_math_sdp,
-    )
+    switches = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_cudnn_sdp, cuda.enable_math_sdp)
     for switch, flag in zip(switches, flags, strict=True):
         switch(flag)
 
