@@ -1,10 +1,10 @@
 """Unpadding: padding leaves before the embeddings, and every layer sees real tokens only.
 
 **Why it is faster.** A padded batch of lengths between 10 and 256 is about half padding, and all of it goes through
-every matmul, GELU, norm and dropout. Here the real tokens are packed once, as ids, into one row [total]; linear
-layers, norms and activations work on those, attention is variable-length, with queries, keys and values from one
-matmul. Padding comes back where somebody looks: the pooler is given the first tokens only, `last_hidden_state` and
-masked language model logits are padded with zeros.
+every matmul, GELU, norm and dropout. Here the real tokens are packed once, as ids, into one row [total]; linear layers,
+norms and activations work on those, attention is variable-length, with queries, keys and values from one matmul (fewer
+launches on a GPU; on a CPU no gain by itself). Padding comes back where somebody looks: the pooler is given the first
+tokens only, `last_hidden_state` and masked language model logits are padded with zeros.
 
 **Numerics.** Attention over a sequence without its padding is the same sum in another order: outputs and all
 gradients equal the padded model's to rounding. Padding gets zeros for hidden states and logits, and no gradient.
