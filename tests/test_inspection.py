@@ -44,7 +44,7 @@ def test_memory_is_what_was_predicted(recipe: dict):
         ),
         ("demo/fastest", (), ("torch AdamW (fused)", True, "per sequence", "bfloat16")),
         ("demo/fp32", ("optimizer.name=decoupled_adamw",), ("composer DecoupledAdamW", None, "flash", "float32")),
-        ("demo/fp32", ("model.config.position_embedding_type=relative_key",), ("torch", False, "no fused", "float32")),
+        ("demo/fp32", ("model.attn_implementation=eager",), ("torch", False, "no fused", "float32")),
     ],
     ids=["fp32", "fused bf16", "unpadded", "decoupled", "eager attention"],
 )
