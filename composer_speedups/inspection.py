@@ -23,7 +23,7 @@ from composer_speedups.measure import Measurement
 from composer_speedups.memory import SavedForBackward, predict, tensor_bytes
 from composer_speedups.optimizers import describe
 from composer_speedups.profiling import StepProfiler
-from composer_speedups.results import AS_IT_RAN, RunResult
+from composer_speedups.results import RunResult
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -151,8 +151,7 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
     finally:
         profiler.stop()
         ran.stop()
-        if ran.facts:
-            result.evidence[AS_IT_RAN] = ran.facts
+        result.as_it_ran = ran.facts
 
 
 def _more_steps(trainer: Trainer, callbacks: list[Callback], steps: int) -> None:

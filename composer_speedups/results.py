@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["AS_IT_RAN", "Progress", "RunResult"]
-
-# In a run's evidence, beside the speed-ups' keys: optimizer, attention kernel and dtype, whoever chose them.
-AS_IT_RAN = "as it ran"
+__all__ = ["Progress", "RunResult"]
 
 Status = Literal["ok", "skipped", "failed", "out_of_memory", "timeout", "interrupted"]
 
@@ -63,6 +60,7 @@ class RunResult:
     warnings: list[str] = field(default_factory=list)
     overlapped: bool = False  # another run was measured on this machine at the same time
     # Of a few steps after the measured ones (`inspection.py`); empty where nobody asked for it.
+    as_it_ran: dict[str, Any] = field(default_factory=dict)  # optimizer, attention kernel, dtype, whoever chose them
     step_profile: dict[str, float] = field(default_factory=dict)  # seconds of one step by kind of work
     step_profile_other: dict[str, float] = field(default_factory=dict)  # of `other`, the largest operators by name
     memory: dict[str, int] = field(default_factory=dict)  # bytes by kind, measured in a step

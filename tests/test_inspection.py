@@ -52,7 +52,7 @@ def test_a_run_says_what_it_ran_with(name: str, overrides: tuple[str, ...], expe
     optimizer, fused, attention, dtype = expected
     result = run(tiny("duration=3ba", "evaluate=false", *overrides, name=name), inspect=True)
     assert not any("cannot be told" in warning for warning in result.warnings)
-    facts = result.evidence["as it ran"]
+    facts = result.as_it_ran
     assert facts["optimizer"].startswith(optimizer) and facts["attention"].startswith(attention)
     assert facts.get("fused") is fused and facts["encoder_output"] == dtype
     assert not torch.autograd._profiler_enabled()

@@ -261,9 +261,9 @@ def _check_trainings(recipes: list[Recipe], baseline: str, console: Console) -> 
             warnings.setdefault(text, []).append(recipe.name)
         if not _as_long(recipe, base):
             text = (
-                f"duration {recipe.duration}, the baseline {base.duration}: wall-clock and quality cannot be compared. "
+                f"duration {recipe.duration}, the baseline {base.duration}: wall-clock and quality cannot be "
+                f"compared. For one length, add duration={base.duration}"
             )
-            text += f"For one length, add duration={base.duration}"
             warnings.setdefault(text, []).append(recipe.name)
     for text, names in warnings.items():
         console.print(f"{', '.join(names)}: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import Run
 from composer_speedups.recipe_schema import in_samples
 
-__all__ = ["duration", "expected_seconds", "remaining_seconds"]
+__all__ = ["duration", "expected_seconds", "remaining_seconds", "seconds_per_sample"]
 
 # BERT-base's, where the recipe does not say.
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "vocab_size": 30522}
@@ -39,6 +39,13 @@ def expected_seconds(recipe: Mapping[str, Any], peaks: Mapping[str, float], hard
     # Two operations a weight and token forward, twice that backward.
     operations = 2 * weights * length * (3 * trained + evaluated)
     return _START + operations / (_SHARE * peak)
+
+
+def seconds_per_sample(recipe: Mapping[str, Any], peaks: Mapping[str, float], hardware: str) -> float | None:
+    """Of training alone, by the same guess; None if the attainable speed is not known."""
+    plain = {**recipe, "evaluate": False}
+    one, two = (expected_seconds(plain | {"duration": f"{n}sp"}, peaks, hardware) for n in (1, 2))
+    return None if one is None or two is None else two - one
 
 
 def remaining_seconds(

@@ -22,9 +22,10 @@ from composer_speedups.errors import RecipeError
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["PLANS", "equal_batch", "expand", "root"]
+__all__ = ["PLANS", "WITHOUT", "equal_batch", "expand", "root"]
 
 PLANS = ("ladder", "leave-one-out", "one-at-a-time", "pairs")
+WITHOUT = ".without_"  # between a recipe's name and what leave-one-out takes away
 
 _TUNED = ("batch_size", "learning_rate", "microbatch_size")
 
@@ -142,7 +143,7 @@ def _leave_one_out(best: Recipe, baseline: Recipe) -> list[Recipe]:
         if key in baseline.speedups:
             kept[key] = baseline.speedups[key]
         words = f"{_last(best.name)} without {key}"
-        rows.append(_copy(best, name=f"{best.name}.without_{key}", description=words, published=None, speedups=kept))
+        rows.append(_copy(best, name=f"{best.name}{WITHOUT}{key}", description=words, published=None, speedups=kept))
     return rows
 
 

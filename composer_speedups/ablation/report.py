@@ -12,7 +12,6 @@ from composer_speedups.ablation.charts import MEMORY, shares
 from composer_speedups.ablation.drawing import Drawing
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.tables import COLUMNS, cell, marked_names, notes, short_names
-from composer_speedups.results import AS_IT_RAN
 
 if TYPE_CHECKING:
     from composer_speedups.ablation.output import Findings
@@ -129,13 +128,12 @@ def _evidence(rows: Sequence[Row]) -> str:
         if not row["seeds"]:
             continue
         facts = dict(row["evidence"])
-        as_it_ran = facts.pop(AS_IT_RAN, None)
         idle = row.get("no_effect") or []
         marked = [f"{key}{': CHANGED NOTHING' if key in idle else ''}" for key in facts]
         summary = f"<summary><b>{escape(name)}</b> {escape(', '.join(marked) or 'no speed-up')}</summary>"
         items: dict[str, str] = {key: ", ".join(f"{k} {v}" for k, v in value.items()) for key, value in facts.items()}
-        if as_it_ran:
-            items[AS_IT_RAN] = ", ".join(f"{key} {value}" for key, value in as_it_ran.items())
+        if as_it_ran := row.get("as_it_ran"):
+            items["as it ran"] = ", ".join(f"{key} {value}" for key, value in as_it_ran.items())
         if parts := shares(row):
             items["time of a step"] = ", ".join(f"{kind} {share:.1%}" for kind, share in parts.items())
         if sizes := row.get("memory"):

@@ -9,7 +9,6 @@ from typing import Any
 
 from composer_speedups.ablation.statistics import Margins, Noise, compare_quality, compare_speed, pooled_noise, spread
 from composer_speedups.ablation.store import Run
-from composer_speedups.results import AS_IT_RAN
 
 __all__ = ["REGROUPING", "build_rows", "precision", "speed_key"]
 
@@ -25,7 +24,7 @@ _MEDIANS = (
     "padding_share",
 )
 # What one run of each recipe is enough for.
-_LOOKED_AT_ONCE = ("step_profile", "step_profile_other", "memory", "memory_predicted")
+_LOOKED_AT_ONCE = ("as_it_ran", "step_profile", "step_profile_other", "memory", "memory_predicted")
 _NOT_RUN = "not run yet"
 # Their batches are of like lengths: over less than an epoch, samples/s says which lengths came up.
 REGROUPING = {"length_grouped_batches", "token_budget_batches"}
@@ -107,6 +106,7 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "batch_size": first.get("batch_size") or recipe.get("batch_size"),
         "learning_rate": first.get("learning_rate") or recipe.get("learning_rate"),
         "seeds": sorted(good),
+        "failed": sorted(run.seed for run in _bad(runs)),
         "samples_per_second": middle[0] if middle else None,
         "samples_per_second_spread": [middle[1], middle[2]] if middle else None,
     }
@@ -120,7 +120,7 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "steps": first.get("steps"),
         "warmup_steps": first.get("warmup_steps"),
         "kernels": sorted({kernel for result in results for kernel in result.get("kernels") or []}),
-        "evidence": _evidence(results),
+        "evidence": first.get("evidence") or {},
         "no_effect": _no_effect(results),
         "pretrained": first.get("pretrained"),
         **{key: next((r[key] for r in results if r.get(key)), {}) for key in _LOOKED_AT_ONCE},
@@ -146,7 +146,7 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
 
 def _status(runs: Sequence[Run], good: Mapping[int, Run]) -> tuple[str, str]:
     """`ok`, `skipped` or `failed`, and why."""
-    bad = [run for run in runs if run.status not in ("ok", "pending", "running", "interrupted")]
+    bad = _bad(runs)
     if good:
         if not bad:  # a run that ended well may still have something to say
             return "ok", next((run.reason for run in good.values() if run.reason), "")
@@ -157,6 +157,10 @@ def _status(runs: Sequence[Run], good: Mapping[int, Run]) -> tuple[str, str]:
     if bad:
         return "skipped", bad[0].reason
     return "skipped", _NOT_RUN
+
+
+def _bad(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.status not in ("ok", "pending", "running", "interrupted")]
 
 
 def _why(run: Run) -> str:
@@ -222,13 +226,6 @@ def _reference(
             if plain and other["seeds"] and without_compile(other["recipe"]) == without_compile(row["recipe"]):
                 return other
     return next((other for other in rows if other["baseline"] and other is not row and other["seeds"]), None)
-
-
-def _evidence(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The first run's, and how that run went which was looked at more closely."""
-    found = [result.get("evidence") or {} for result in results]
-    looked_at = next(({AS_IT_RAN: facts[AS_IT_RAN]} for facts in found if AS_IT_RAN in facts), {})
-    return {**(found[0] if found else {}), **looked_at}
 
 
 def _compiling(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

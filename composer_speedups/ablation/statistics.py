@@ -30,6 +30,7 @@ from typing import Any
 
 __all__ = [
     "CONFIDENCE",
+    "METRICS",
     "Drift",
     "Margins",
     "Noise",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 CONFIDENCE = 0.99  # of speeds and drift
+METRICS = {"eval_accuracy": "accuracy", "final_loss": "final loss"}  # what quality is judged by, in words
 _QUALITY = 0.95  # of non-inferiority, one-sided
 _PRIOR = 6  # degrees of freedom that the study's noise counts for in each row, at most
 _RESAMPLES = 5000
@@ -261,9 +263,9 @@ def compare_quality(
         worse_by[metric] = {"value": value, "high": high, "margin": margin}
         if low is not None and high is not None:
             if low > margin:
-                lost.append(f"{_NAMES[metric]} worse by {value:.4g}, margin {margin:.3g}")
+                lost.append(f"{METRICS[metric]} worse by {value:.4g}, margin {margin:.3g}")
             elif high > margin:
-                open_.append(f"{_NAMES[metric]} may be worse by up to {high:.4g}, margin {margin:.3g}")
+                open_.append(f"{METRICS[metric]} may be worse by up to {high:.4g}, margin {margin:.3g}")
                 gap = margin - statistics.mean(differences)
                 needed.append(_seeds_needed(statistics.stdev(differences), gap, len(differences), 2 * _QUALITY - 1))
     if not worse_by:
@@ -283,7 +285,7 @@ def compare_quality(
         note = "; ".join([*open_, tell])
         return Quality("quality not shown to hold", None, note, worse_by, count)
     note = "; ".join(
-        f"{_NAMES[name]} worse by at most {max(0.0, m['high'] or 0.0):.3g}, margin {m['margin']:.3g}"
+        f"{METRICS[name]} worse by at most {max(0.0, m['high'] or 0.0):.3g}, margin {m['margin']:.3g}"
         for name, m in worse_by.items()
     )
     return Quality("quality holds", True, note, worse_by)
@@ -297,9 +299,6 @@ def learnt(runs: Sequence[Mapping[str, Any]]) -> float | None:
         if first and _is_number(run.get("final_loss")):
             fallen.append(statistics.mean(first) - run["final_loss"])
     return statistics.median(fallen) if fallen else None
-
-
-_NAMES = {"eval_accuracy": "accuracy", "final_loss": "final loss"}
 
 
 def _interval(

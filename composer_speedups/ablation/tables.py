@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_speedups import hardware
-from composer_speedups.ablation.statistics import CONFIDENCE, Drift
+from composer_speedups.ablation.plans import WITHOUT
+from composer_speedups.ablation.statistics import CONFIDENCE, METRICS, Drift
 
 __all__ = [
     "COLUMNS",
@@ -95,7 +96,7 @@ def sentence(rows: Sequence[Row]) -> str:
             f"the baseline's speed; run 3 seeds or more (--seeds 3) to tell what is real."
         )
     # What did nothing, or did not always end well, is not to be recommended, however fast the rest of it was.
-    sound = [row for row in measured if not row.get("no_effect") and not _partly_failed(row)]
+    sound = [row for row in measured if not row.get("no_effect") and not row.get("failed")]
     fast = [row for row in sound if row["speed_verdict"] == "faster"]
     kept = [row for row in fast if row["quality_verdict"] == "quality holds"]
     if kept:
@@ -114,10 +115,6 @@ def sentence(rows: Sequence[Row]) -> str:
     return "No recipe was shown to be faster than the baseline."
 
 
-def _partly_failed(row: Row) -> bool:
-    return len(row["seeds"]) < sum(run["status"] not in _OPEN for run in row.get("runs") or [])
-
-
 def _beside_others(row: Row, base: Row) -> str:
     """What takes away from a verdict: runs that were slowed by others on the same machine."""
     if not row.get("overlapped") and not base.get("overlapped"):
@@ -129,14 +126,10 @@ def _quality_words(row: Row) -> str:
     return row["quality_verdict"].replace("not judged", "quality not judged")
 
 
-_OPEN = ("pending", "running", "interrupted")
-_WITHOUT = ".without_"
-
-
 def _left_out(rows: Sequence[Row], base: Row) -> dict[str, str]:
     """What each row leaves out of the baseline, if that is what the study is about; else empty."""
     others = [row["recipe"] for row in rows if row is not base]
-    start = base["recipe"] + _WITHOUT
+    start = base["recipe"] + WITHOUT
     return {name: name.removeprefix(start) for name in others} if all(n.startswith(start) for n in others) else {}
 
 
@@ -239,9 +232,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def _held(rows: Sequence[tuple[str, Row]]) -> str:
     """The numbers behind "quality holds": how much worse each row may be at most, and what was allowed."""
-    words = {"eval_accuracy": "accuracy", "final_loss": "final loss"}
     parts = []
-    for metric, word in words.items():
+    for metric, word in METRICS.items():
         found = [(name, row["worse_by"][metric]) for name, row in rows if metric in row["worse_by"]]
         if found:
             bounds = ", ".join(f"{name} {max(0.0, facts['high'] or 0.0):.2g}" for name, facts in found)

@@ -74,12 +74,10 @@ def terminal_table(rows: Sequence[Mapping[str, Any]], width: int = WIDTH) -> Tab
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
-    if key == "samples_per_second" and not row["seeds"]:
-        return row["status"]
+    if key == "samples_per_second":
+        return cell(row, key).partition(" ")[0] if row["seeds"] else row["status"]
     if key == "speedup" and row["seeds"]:
         return cell(row, key).partition(" ")[0]  # the interval has a column of its own
-    if key == "samples_per_second":
-        return cell(row, key).partition(" ")[0]
     if key == "speedup_interval":
         interval = row["speedup_interval"]
         return f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else ""

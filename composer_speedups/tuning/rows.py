@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from composer_speedups.ablation.estimate import expected_seconds
+from composer_speedups.ablation.estimate import seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.ablation.plans import WITHOUT
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import RecipeError, SpeedUpUnavailable, UserError
 from composer_speedups.tuning.tune import ENTRIES, START, TRIES, Settings, tune
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
 __all__ = ["expected_tuning", "tune_rows"]
-
-
-_WITHOUT = ".without_"  # of the rows of leave-one-out
 
 
 def tune_rows(
@@ -110,11 +108,10 @@ def expected_tuning(
     left = [recipe for recipe in recipes if not _path(folder, recipe).exists()]
     total = len(left) * (TRIES + 2 * settings.trials) * START
     for recipe in left:
-        plain = recipe.to_dict() | {"evaluate": False}
-        one, two = (expected_seconds(plain | {"duration": f"{n}sp"}, peaks, hardware) for n in (1, 2))
-        if one is None or two is None:
+        per_sample = seconds_per_sample(recipe.to_dict(), peaks, hardware)
+        if per_sample is None:
             return len(left), None
-        total += settings.samples * (two - one)
+        total += settings.samples * per_sample
     return len(left), total
 
 
@@ -124,7 +121,7 @@ def _path(folder: Path, recipe: Recipe) -> Path:
 
 def _name(name: str, baseline: str) -> str:
     """Of the tuned row; what is the baseline without something stays so: BASE.tuned.without_X."""
-    if name.startswith(baseline + _WITHOUT):
+    if name.startswith(baseline + WITHOUT):
         return f"{baseline}.tuned{name.removeprefix(baseline)}"
     return f"{name}.tuned"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from composer_speedups import hardware
-from composer_speedups.ablation.estimate import duration, expected_seconds
+from composer_speedups.ablation.estimate import duration, seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.rows import precision
@@ -199,7 +199,7 @@ class _Session:
         self.facts: dict[str, Any] = answer["environment"]
         self.samples: int = answer["samples"]
         self.predicted = {int(size): peak for size, peak in answer["memory"].items()}
-        self.per_sample = self._seconds_per_sample(answer["peaks"], kind)
+        self.per_sample = seconds_per_sample(recipe.to_dict(), answer["peaks"], kind) or 0.0
         self.cuda = self.facts["hardware"] == "cuda"
         self.goal = settings.goal or ("largest" if self.cuda else "fastest")
         self.limit = settings.memory_limit or self._whole_memory()
@@ -463,11 +463,6 @@ class _Session:
         else:
             total, share = self.facts.get("memory_bytes"), _SHARE["cpu"]
         return None if total is None else round(share * total)
-
-    def _seconds_per_sample(self, peaks: dict[str, float], kind: str) -> float:
-        plain = self.recipe.to_dict() | {"evaluate": False}
-        one, two = (expected_seconds(plain | {"duration": f"{n}sp"}, peaks, kind) for n in (1, 2))
-        return 0.0 if one is None or two is None else two - one
 
     def _own_samples(self) -> int:
         """Samples of the recipe's own duration."""

@@ -90,6 +90,6 @@ def test_the_headline_names_no_row_with_a_flaw(flaw: str) -> None:
 def test_what_a_look_inside_found_is_the_rows_whichever_seed_it_was() -> None:
     runs = [run("base", seed, 100.0, None) for seed in (1, 2)]
     runs[0].result["evidence"] = {"fused_adamw": {"changed": 2}}
-    runs[1].result["evidence"] = {"fused_adamw": {"changed": 3}, "as it ran": {"attention": "flash"}}
-    evidence = build_rows({"base": {}}, runs, "base")[0]["evidence"]
-    assert evidence == {"fused_adamw": {"changed": 2}, "as it ran": {"attention": "flash"}}
+    runs[1].result |= {"evidence": {"fused_adamw": {"changed": 3}}, "as_it_ran": {"attention": "flash"}}
+    row = build_rows({"base": {}}, runs, "base")[0]
+    assert row["evidence"] == {"fused_adamw": {"changed": 2}} and row["as_it_ran"] == {"attention": "flash"}
