@@ -14,7 +14,7 @@ import torch
 from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.errors import SpeedUpUnavailable
 
-__all__ = ["check_backend", "compile_statistics", "missing_tools", "use_cache"]
+__all__ = ["check_backend", "compile_statistics", "compiler", "missing_tools", "use_cache"]
 
 
 def compile_statistics(since: CompileCounters | None = None) -> dict[str, int | float]:
@@ -84,6 +84,17 @@ def use_cache(cache_dir: str) -> None:
     functorch.enable_autograd_cache = True
 
 
+def compiler(device: torch.device) -> str | None:
+    """Path of the compiler that Inductor uses for `device` (on CUDA for Triton's launchers); None if there is none."""
+    return next((path for name in _compilers(device) if (path := shutil.which(name))), None)
+
+
+def _compilers(device: torch.device) -> list[str]:
+    if device.type == "cuda":
+        return [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+    return [os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")]
+
+
 def missing_tools(device: torch.device) -> str | None:
     """What Inductor lacks to generate code for `device`."""
     headers = Path(sysconfig.get_path("include"), "Python.h")
@@ -94,13 +105,10 @@ def missing_tools(device: torch.device) -> str | None:
             return "Inductor needs Triton on CUDA, and it is not installed. Run `pip install triton`"
         if torch.cuda.get_device_capability(device) < (7, 0):
             return "Triton needs compute capability 7.0 (Volta) or newer. Leave it out on this GPU"
-        compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
-    else:
-        compilers = [os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")]
-    if not any(shutil.which(compiler) for compiler in compilers):
+    if compiler(device) is None:
         return (
-            f"Inductor needs a compiler, and {' or '.join(compilers)} is not on the PATH. Run `apt-get install g++`"
-            " or the like, or leave it out"
+            f"Inductor needs a compiler, and {' or '.join(_compilers(device))} is not on the PATH. "
+            "Run `apt-get install g++` or the like, or leave it out"
         )
     if not headers.exists():
         return f"Inductor needs Python's headers, and {headers} is not there. Run `apt-get install python3-dev`"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer_speedups import hardware, registry
-from composer_speedups.compilation import missing_tools
+from composer_speedups.algorithms import unpadding
+from composer_speedups.compilation import compiler, missing_tools
 from composer_speedups.errors import TaskError, UserError
 
 if TYPE_CHECKING:
     from composer_speedups.memory import Memory
+    from composer_speedups.recipes import Recipe
 
 __all__ = ["CHOICES", "Diagnosis", "Finding", "Need", "capabilities", "examine", "memory_need", "sizes", "speedups"]
 
@@ -91,16 +94,22 @@ def examine(model: str | None = None) -> Diagnosis:
     environment = hardware.environment()
     device = torch.device(environment["hardware"])
     diagnosis = Diagnosis(environment, list(capabilities(environment)), list(speedups(device)))
+    family = None
     if model is not None:
-        diagnosis.model = sizes(_config(model))
-    for key, arguments, reason in _first(environment, diagnosis):
+        config = _config(model)
+        diagnosis.model, family = sizes(config), getattr(config, "model_type", None)
+    for key, arguments, reason in _first(environment, diagnosis, family):
         diagnosis.first[key] = arguments
         diagnosis.reasons.append(reason)
     return diagnosis
 
 
 def memory_need(
-    model: str | None = None, recipe: str | None = None, batch: int | None = None, length: int | None = None
+    model: str | None = None,
+    recipe: str | None = None,
+    batch: int | None = None,
+    length: int | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Need:
     """The memory by kind of a step, from shapes alone: nothing is downloaded but a configuration, nothing runs.
 
@@ -108,7 +117,9 @@ def memory_need(
         model: the folder of a Hugging Face model, or its name; None is the recipe's, or BERT-base.
         recipe: name or path; None is a plain float32 classifier with a for-loop AdamW.
         batch: samples a forward pass; None is the recipe's, or 32.
-        length: tokens a sample; None is the recipe's, or 256.
+        length: tokens a sample; None is the recipe's, or 256. A recipe that computes on real tokens only is counted
+            with lengths as its task has them, if the task's texts are on this machine.
+        progress: called with short lines while those texts are read.
 
     Raises:
         UserError: recipe or model cannot be had, or the model is none whose memory can be predicted.
@@ -135,8 +146,13 @@ def memory_need(
     device = torch.device(hardware.hardware())
     rows = batch or rows_per_pass(chosen)
     free, largest = free_memory(device), None
+    lengths = None if length is not None else _typical_lengths(chosen, rows, progress)
     try:
-        found = predict(chosen, batch_size=rows, device=device)
+        if lengths is None:
+            found = predict(chosen, batch_size=rows, device=device)
+        else:
+            fixed = chosen.task.padding == "max_length"
+            found = predict(chosen, length=chosen.task.max_length if fixed else None, lengths=lengths, device=device)
         if free is not None:
             largest = largest_batch(chosen, free)
             # It looks at multiples of eight only: the size that was asked for may lie above the last one that fits.
@@ -149,8 +165,31 @@ def memory_need(
             f"the memory of {name!r} cannot be predicted ({type(error).__name__}: {first}): choose a BERT-like encoder"
         ) from error
     what = f"{name}, batch {rows} of {chosen.task.max_length} tokens, "
+    if lengths is not None:
+        what = f"{name}, batch {rows} of {sum(lengths) / len(lengths):.0f} tokens (the task's mean), "
     what += chosen.name if recipe is not None else "float32 with AdamW"
     return Need(what, found, free, largest)
+
+
+def _typical_lengths(recipe: Recipe, rows: int, progress: Callable[[str], None] | None) -> list[int] | None:
+    """How long the rows of a typical batch are, where padding costs nothing and so the texts' own lengths count.
+
+    None where rows are counted as full: with padding, where batches are made by length, and where the texts would have
+    to be downloaded.
+    """
+    import numpy as np
+
+    from composer_speedups.ablation.rows import REGROUPING
+    from composer_speedups.tasks import build_task
+
+    away = recipe.task.name == "imdb" and recipe.task.path is None
+    if "unpadding" not in recipe.speedups or REGROUPING & recipe.speedups.keys() or away:
+        return None
+    try:
+        known = build_task(recipe.task, recipe.model, seed=recipe.seed, progress=progress).train.lengths
+    except UserError:  # the memory can be told without the texts; training will say what is wrong with them
+        return None
+    return np.quantile(known, (np.arange(rows) + 0.5) / rows).round().astype(int).tolist()
 
 
 def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
@@ -179,8 +218,9 @@ def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
     triton = importlib.util.find_spec("triton") is not None
     detail = _version("triton") if triton else "pip install triton"
     yield Finding("Triton", triton and bool(gpus), detail if gpus else f"{detail}; of use on a GPU only")
-    missing = missing_tools(torch.device("cuda" if gpus else "cpu"))
-    yield Finding("torch.compile", missing is None, missing or "compiler and Python's headers are there")
+    device = torch.device("cuda" if gpus else "cpu")
+    missing = missing_tools(device)
+    yield Finding("torch.compile", missing is None, missing or f"{_compiler(device)} and Python's headers are there")
     for package, label, remedy in (
         ("apex", "Apex", "build it from github.com/NVIDIA/apex with its CUDA extensions"),
         ("bitsandbytes", "bitsandbytes", "pip install bitsandbytes"),
@@ -235,7 +275,9 @@ def sizes(config: Any) -> list[Finding]:
     return found
 
 
-def _first(environment: Mapping[str, Any], diagnosis: Diagnosis) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _first(
+    environment: Mapping[str, Any], diagnosis: Diagnosis, family: str | None
+) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Speed-ups that cost least and bring most, of those that work here, in the order in which to try them."""
     can = {finding.name: finding.works for finding in [*diagnosis.capabilities, *diagnosis.speedups]}
     if can["bf16"]:
@@ -246,10 +288,12 @@ def _first(environment: Mapping[str, Any], diagnosis: Diagnosis) -> Iterator[tup
         yield "matmul_precision", {"precision": "high"}, "TF32 for the matmuls that stay in float32"
     if can.get("fused_adamw"):
         yield "fused_adamw", {}, "one kernel for all parameters; the same arithmetic"
-    if can.get("unpadding") and environment["hardware"] == "cuda":
+    if can.get("unpadding") and family in (None, *unpadding.FAMILIES):
         yield "unpadding", {}, "no work on padding; pays where texts differ in length"
     elif can.get("length_grouped_batches"):
         yield "length_grouped_batches", {}, "less padding; pays where texts differ in length and padding is dynamic"
+    if can.get("fast_dropout") and environment["hardware"] == "cpu":
+        yield "fast_dropout", {}, "torch draws dropout masks with one thread; other masks, the same statistics"
     if can["torch.compile"]:
         yield "torch_compile", {"scope": "block"}, "fewer passes over memory; pays in runs of minutes, not seconds"
 
@@ -277,6 +321,16 @@ def _config(model: str) -> Any:
         return AutoConfig.for_model(shape[0], **shape[1])
     # Only the configuration is read: weights without a tokenizer, which cannot be trained, have sizes, too.
     return load_config(resolve(ModelSpec(name=model, pretrained=False)))
+
+
+def _compiler(device: torch.device) -> str:
+    """Path and version of the compiler: gcc and clang both name their version in the first line of `--version`."""
+    path = compiler(device) or ""
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout.partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return path
+    return f"{path} ({said})" if said else path
 
 
 def _version(package: str) -> str:

@@ -40,7 +40,8 @@ def doctor(
     console = make_console()
     found = examine(model)
     asked = any(option is not None for option in (model, batch, length, recipe))
-    need = memory_need(model, recipe, batch, length) if asked else None  # a mistake is told before anything else
+    # A mistake is told before anything else.
+    need = memory_need(model, recipe, batch, length, lambda line: console.print(line, style="dim")) if asked else None
     facts = found.environment
     console.print(f"On {hardware.summary(facts)}", markup=False, highlight=False)
     if facts.get("driver"):

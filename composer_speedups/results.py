@@ -54,6 +54,7 @@ class RunResult:
     padding_share: float | None = None
     losses: list[float] = field(default_factory=list)  # one a step
     step_seconds: list[float] = field(default_factory=list)
+    step_samples: list[int] = field(default_factory=list)  # empty where every step had `batch_size`
     evidence: dict[str, dict[str, Any]] = field(default_factory=dict)  # by speed-up: what it changed
     kernels: list[str] = field(default_factory=list)
     pretrained: bool | None = None

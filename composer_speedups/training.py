@@ -294,13 +294,16 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
     result.kernels = sorted({str(e["kernel"]) for e in result.evidence.values() if e.get("kernel")})
     # Composer counts one rank's samples; a step has those of all.
     world = dist.get_world_size()
+    samples = [world * count for count in measurement.samples]
+    if any(count != recipe.batch_size for count in samples):
+        result.step_samples = samples
     counted = [
         i for i in range(len(seconds)) if i >= min(_WARMUP_STEPS, len(seconds) // 2) and not measurement.compiling[i]
     ]
     result.warmup_steps = len(seconds) - len(counted)
     spent = sum(seconds[i] for i in counted)
     if spent > 0:
-        result.samples_per_second = world * sum(measurement.samples[i] for i in counted) / spent
+        result.samples_per_second = sum(samples[i] for i in counted) / spent
     if spent > 0 and tokens:
         real = sum(tokens[i][0] for i in counted)
         squares, local = (sum(tokens[i][part] for i in counted) for part in (1, 2))

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, PretrainedConfig, ViTConfig
+from transformers import BertConfig, DistilBertConfig, GPT2Config, PretrainedConfig, ViTConfig
 
-from composer_speedups import memory, registry
+from composer_speedups import hardware, memory, registry
 from composer_speedups.cli import main
 from composer_speedups.doctor import capabilities, examine, memory_need, sizes
+from composer_speedups.recipes import load_recipe
+from composer_speedups.training import run as train
 
 
 def machine(capability: str | None = None, flags: tuple[str, ...] = (), kind: str = "x86_64") -> dict:
@@ -36,6 +38,14 @@ def test_precisions_of_machines(facts: dict, works: set[str]):
     found = {f.name: f for f in capabilities(facts)}
     assert {name for name in ("TF32", "bf16", "fp16", "fp8") if found[name].works} == works
     assert all(f.works or f.detail for f in found.values()), "what does not work says why"
+
+
+def test_what_to_switch_on_first_fits_the_model(tmp_path: Path):
+    for family, config in (("bert", BertConfig()), ("distilbert", DistilBertConfig())):
+        config.save_pretrained(tmp_path / family)
+        first = examine(str(tmp_path / family)).first
+        assert ("unpadding" in first) == (family == "bert") != ("length_grouped_batches" in first)
+        assert ("fast_dropout" in first) == (not torch.cuda.is_available())
 
 
 def test_sizes_that_miss_their_multiples():
@@ -118,6 +128,39 @@ def test_a_token_budget_is_told_in_rows(tmp_path: Path):
 def test_a_recipe_needs_less_with_its_speed_ups():
     plain, packed = memory_need(recipe="cpu/fp32", batch=8).memory, memory_need(recipe="cpu/fastest", batch=8).memory
     assert packed.activations < 0.5 * plain.activations
+
+
+def test_real_tokens_only_are_counted_with_the_tasks_own_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Against what a step of the recipe then kept, as a run's own look inside measures it."""
+    sizes = "{num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 2, intermediate_size: 128}"
+    (tmp_path / "short.yaml").write_text(
+        "extends: cpu/unpadding\n"
+        "task: {name: dummy, max_length: 128, mean_length: 40, length_std: 10, vocabulary: 512, train_samples: 128}\n"
+        f"model: {{name: bert-base-uncased, pretrained: false, config: {sizes}}}\n"
+        "batch_size: 32\nduration: 12ba\nevaluate: false\n"
+    )
+    short = str(tmp_path / "short.yaml")
+    assert main(["doctor", "--recipe", short]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "batch 32 of 39 tokens (the task's mean), " in text and "counted as full" not in text
+    typical, full = memory_need(recipe=short).memory, memory_need(recipe=short, length=128).memory
+    assert typical.activations < 0.5 * full.activations and any("as full" in note for note in full.notes)
+    measured = train(load_recipe(short), inspect=True).memory
+    for kind, size in typical.kinds().items():
+        assert measured[kind] == pytest.approx(size, rel=0.1), kind
+
+
+def test_texts_that_are_not_here_are_counted_as_full(tmp_path: Path):
+    (tmp_path / "away.yaml").write_text(
+        "extends: cpu/unpadding\ntask: {name: text, path: /nowhere.csv, text_column: a, label_column: b}\n"
+    )
+    need = memory_need(recipe=str(tmp_path / "away.yaml"))
+    assert "batch 32 of 256 tokens" in need.what and any("as full" in note for note in need.memory.notes)
+
+
+def test_the_compiler_is_named():
+    found = next(f for f in capabilities(hardware.environment()) if f.name == "torch.compile")
+    assert found.works and "g++" in found.detail.lower() and any(c.isdigit() for c in found.detail)
 
 
 def test_without_a_question_no_answer(capsys: pytest.CaptureFixture[str]):

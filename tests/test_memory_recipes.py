@@ -56,7 +56,7 @@ def test_published_memory_is_checked_and_shown() -> None:
         load_recipe("memory/fp32", ["published.memory_mb=-1"], check_arguments=False)
     row = {"published": {"samples_per_second": 8.86, "memory_mb": 14949}}
     assert cell({"recipe": "memory/fp32", **row}, "published") == "8.86/s, 14,949 MB"
-    unknown = {"samples_per_second_spread": None, "speedup_interval": None, "seeds": [], "no_effect": [], "kernels": []}
+    unknown = {"intervals": {}, "speedup_interval": None, "seeds": [], "no_effect": [], "kernels": []}
     table = csv_table([collections.defaultdict(lambda: None, unknown | row)])
     header, values = (line.split(",") for line in table.splitlines())
     assert dict(zip(header, values, strict=True))["published_memory_mb"] == "14949"

@@ -191,7 +191,14 @@ def test_nothing_helped_is_an_answer_too():
 
     rows, _ = final_rows(plain(), Screened())
     assert [row.name for row in rows] == ["plain"]
-    empty = {"seeds": [1], "stable": True, "baseline": True, "recipe": "plain", "speed_verdict": "baseline"}
+    empty = {
+        "seeds": [1],
+        "failed": [],
+        "stable": True,
+        "baseline": True,
+        "recipe": "plain",
+        "speed_verdict": "baseline",
+    }
     other = empty | {"baseline": False, "recipe": "x", "speed_verdict": "no difference shown", "speedup": 1.01}
     other |= {"speedup_interval": [0.9, 1.1], "speed_note": "", "quality_note": "", "reason": ""}
     found = answer([empty, other], 0.99)
@@ -204,7 +211,7 @@ def test_nothing_helped_is_an_answer_too():
 def rows_of(*others: dict) -> list[dict]:
     """Rows of a study: plain, and faster ones with what is given of each."""
     shared = {"seeds": [1, 2, 3], "reason": "", "speed_note": "", "quality_note": "", "peak_memory_bytes": None}
-    shared |= {"compile_seconds": 0.0, "steps": 9}
+    shared |= {"compile_seconds": 0.0, "steps": 9, "failed": []}
     base = shared | {"recipe": "plain", "baseline": True, "speed_verdict": "baseline", "stable": True}
     faster = {"baseline": False, "speed_verdict": "faster"}
     return [base, *(shared | faster | {"speedup_interval": [o["speedup"] - 1, o["speedup"] + 1]} | o for o in others)]
@@ -226,6 +233,13 @@ def test_what_holds_quality_comes_before_what_is_faster(quality: dict):
     lost = {"recipe": "lost", "speedup": 9.0, "stable": False, "quality_verdict": "unstable"}
     found = answer(rows_of(fast, safe | quality, lost), 0.99)
     assert found.row is not None and found.row["recipe"] == "fast", "none holds: the fastest that was not shown to lose"
+
+
+def test_what_does_not_always_end_well_is_not_recommended():
+    shaky = {"recipe": "shaky", "speedup": 7.0, "failed": [2], "reason": "1 of 3 seeds: out of memory"} | HOLDS
+    found = answer(rows_of(shaky, {"recipe": "safe", "speedup": 3.0} | HOLDS), 0.99)
+    assert found.row is not None and found.row["recipe"] == "safe"
+    assert found.rejected == {"shaky": "failed in 1 of 3 seeds: out of memory"}
 
 
 def test_short_runs_do_not_judge_quality_and_say_what_would():

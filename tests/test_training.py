@@ -119,6 +119,16 @@ def test_schedules(name: str) -> None:
     assert result.finite and result.eval_loss is None
 
 
+def test_how_many_samples_a_step_held_is_kept_where_it_varies() -> None:
+    assert run(tiny()).step_samples == []
+    result = run(tiny("speedups={token_budget_batches: {tokens_per_batch: 128}}", "task.padding=longest"))
+    assert len(result.step_samples) == result.steps and len(set(result.step_samples)) > 1
+    assert sum(result.step_samples) == 64, "one epoch of the task's samples"
+    counted = slice(result.warmup_steps, None)
+    speed = sum(result.step_samples[counted]) / sum(result.step_seconds[counted])
+    assert result.samples_per_second == pytest.approx(speed)
+
+
 def test_mlm() -> None:
     result = run(tiny("task.objective=mlm"))
     assert result.finite

@@ -318,8 +318,9 @@ def _losses(result: Mapping[str, Any]) -> list[float | None]:
 
 
 def _speeds(result: Mapping[str, Any]) -> list[float | None]:
-    batch = result.get("batch_size")
-    return [batch / s if s and batch else None for s in result.get("step_seconds") or []]
+    seconds = result.get("step_seconds") or []
+    samples = result.get("step_samples") or [result.get("batch_size")] * len(seconds)
+    return [held / s if s and held else None for held, s in zip(samples, seconds, strict=False)]
 
 
 def _curve(results: Sequence[Mapping[str, Any]], value: Callable[..., list[float | None]], seconds: bool) -> Curve:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, compare_speed
 from composer_speedups.ablation.tables import short_names
 
@@ -23,13 +24,17 @@ def compare(one: Findings, other: Findings) -> list[dict[str, Any]]:
 
     `ratio` is the second's speed over the first's, over the seeds that both have, judged as rows are within a
     study. The two were not made in turns, so it tells of the machines and versions together, and of what the
-    machines were busy with; the speed-ups, each against its own baseline, are free of that.
+    machines were busy with; the speed-ups, each against its own baseline, are free of that. Recipes that regroup
+    samples by length are compared by their real tokens, if both studies have them.
     """
     first, second = ({row["recipe"]: row for row in found.rows} for found in (one, other))
     rows = []
     for name in dict.fromkeys([*first, *second]):
         a, b = first.get(name), second.get(name)
-        ratio = compare_speed(_by_seed(b), _by_seed(a))
+        key = speed_key((other if b else one).recipes[name])
+        if not (_by_seed(a, key) and _by_seed(b, key)):
+            key = "samples_per_second"
+        ratio = compare_speed(_by_seed(b, key), _by_seed(a, key))
         rows.append(
             {
                 "recipe": name,
@@ -37,6 +42,7 @@ def compare(one: Findings, other: Findings) -> list[dict[str, Any]]:
                 "second": b,
                 "same_recipe": not (a and b) or _settings(one.recipes[name]) == _settings(other.recipes[name]),
                 "ratio": ratio.value,
+                "ratio_of": key,
                 "ratio_interval": None if ratio.low is None or ratio.high is None else [ratio.low, ratio.high],
                 "verdict": ratio.verdict if a and b and a["seeds"] and b["seeds"] else _absent(a, b),
             }
@@ -75,9 +81,10 @@ def comparison_table(rows: Sequence[Row], names: tuple[str, str], width: int) ->
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
         if row["ratio_interval"]:
             ratio += f" ({row['ratio_interval'][0]:.2f} to {row['ratio_interval'][1]:.2f})"
-        colour = {"faster": "green", "slower": "red"}.get(row["verdict"])
+        colour = {"faster": "green", "slower": "red"}.get(row["verdict"], "dim")
+        verdict = f"[{colour}]{escape(row['verdict'])}[/]"
         cells = [_value(side, "samples_per_second", ".4g") or _status(side) for side in sides]
-        cells.append(f"[{colour}]{ratio}[/]" if colour else ratio)
+        cells.append(f"{ratio} {verdict}".strip())
         cells += [_value(side, "speedup", ".2f", "x") for side in sides]
         cells += [_value(side, "eval_accuracy", ".3f") for side in sides]
         table.add_row(escape(name) + ("" if row["same_recipe"] else " (differs)"), *cells[: len(table.columns) - 1])
@@ -85,16 +92,19 @@ def comparison_table(rows: Sequence[Row], names: tuple[str, str], width: int) ->
 
 
 def caption() -> str:
-    return f"Ratios with {CONFIDENCE * 100:.0f} % intervals over the seeds that both studies have."
+    return (
+        f"Ratios with {CONFIDENCE * 100:.0f} % intervals over the seeds that both studies have; of real tokens/s where "
+        "a recipe regroups samples by length."
+    )
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in recipe.items() if key not in ("description", "published")}
 
 
-def _by_seed(row: Row | None) -> dict[int, float]:
+def _by_seed(row: Row | None, key: str) -> dict[int, float]:
     runs = row["runs"] if row else []
-    return {r["seed"]: r["samples_per_second"] for r in runs if r["status"] == "ok" and r["samples_per_second"]}
+    return {r["seed"]: r[key] for r in runs if r["status"] == "ok" and r[key]}
 
 
 def _absent(a: Row | None, b: Row | None) -> str:

@@ -7,13 +7,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from composer_speedups.ablation.statistics import Margins, Noise, compare_quality, compare_speed, pooled_noise, spread
+from composer_speedups.ablation.statistics import (
+    Margins,
+    Noise,
+    compare_quality,
+    compare_speed,
+    median_interval,
+    pooled_noise,
+)
 from composer_speedups.ablation.store import Run
 
 __all__ = ["REGROUPING", "build_rows", "precision", "speed_key"]
 
 # Fields of a run whose median over the seeds is the row's.
 _MEDIANS = (
+    "samples_per_second",
     "real_tokens_per_second",
     "wallclock_seconds",
     "train_seconds",
@@ -96,8 +104,6 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
     status, reason = _status(runs, good)
     results = [run.result for run in good.values()]
     first = results[0] if results else {}
-    speeds = _values(results, "samples_per_second")
-    middle = spread(speeds)
     row: dict[str, Any] = {
         "recipe": name,
         "description": recipe.get("description", ""),
@@ -107,17 +113,16 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "learning_rate": first.get("learning_rate") or recipe.get("learning_rate"),
         "seeds": sorted(good),
         "failed": sorted(run.seed for run in _bad(runs)),
-        "samples_per_second": middle[0] if middle else None,
-        "samples_per_second_spread": [middle[1], middle[2]] if middle else None,
     }
-    for key in _MEDIANS:
-        values = _values(results, key)
-        row[key] = statistics.median(values) if values else None
+    middles = {key: median_interval(_values(results, key)) for key in _MEDIANS}
+    row |= {key: middle[0] if middle else None for key, middle in middles.items()}
+    row["intervals"] = {key: [*middle[1:]] for key, middle in middles.items() if middle and len(results) > 1}
     if row["peak_memory_bytes"] is not None:
         row["peak_memory_bytes"] = round(row["peak_memory_bytes"])
     row |= _compiling(results)
     row |= {
         "steps": first.get("steps"),
+        "samples_per_step": _samples_per_step(results),
         "warmup_steps": first.get("warmup_steps"),
         "kernels": sorted({kernel for result in results for kernel in result.get("kernels") or []}),
         "evidence": first.get("evidence") or {},
@@ -133,6 +138,7 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
                 "status": run.status,
                 "reason": run.reason,
                 "samples_per_second": run.result.get("samples_per_second"),
+                "real_tokens_per_second": run.result.get("real_tokens_per_second"),
                 "wallclock_seconds": run.result.get("wallclock_seconds"),
                 "final_loss": run.result.get("final_loss"),
                 "eval_accuracy": run.result.get("eval_accuracy"),
@@ -197,6 +203,12 @@ def _speed(
     return _speed_fields(ratio.value, interval, ratio.verdict, ratio.note, ratio.seeds_needed)
 
 
+def _samples_per_step(results: Sequence[Mapping[str, Any]]) -> float | None:
+    """The batch size, or where batches are made by a budget of tokens, the mean of the samples they held."""
+    held = [samples for result in results for samples in result.get("step_samples") or []]
+    return statistics.mean(held) if held else next((r["batch_size"] for r in results if r.get("batch_size")), None)
+
+
 def _no_effect(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """The speed-ups that changed nothing, by their own evidence or by Composer's warning."""
     found = []
@@ -257,12 +269,12 @@ def _break_even(row: Mapping[str, Any], reference: Mapping[str, Any] | None, sho
         "break_even_verdict": shown,
     }
     speeds = (row["samples_per_second"], (reference or {}).get("samples_per_second"))
-    if not row["compile_seconds"] or not all(speeds) or not row["batch_size"]:
+    if not row["compile_seconds"] or not all(speeds) or not row["samples_per_step"]:
         return fields
     gain = 1 / speeds[1] - 1 / speeds[0]  # seconds that each sample is sooner done
     if gain > 0 and shown in ("faster", "not judged"):
-        steps = math.ceil(row["compile_seconds"] / (gain * row["batch_size"]))
-        fields |= {"break_even_steps": steps, "break_even_samples": steps * row["batch_size"]}
+        steps = math.ceil(row["compile_seconds"] / (gain * row["samples_per_step"]))
+        fields |= {"break_even_steps": steps, "break_even_samples": round(steps * row["samples_per_step"])}
     return fields
 
 

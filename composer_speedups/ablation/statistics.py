@@ -40,13 +40,14 @@ __all__ = [
     "compare_speed",
     "drift",
     "learnt",
+    "median_interval",
     "pooled_noise",
-    "spread",
 ]
 
 CONFIDENCE = 0.99  # of speeds and drift
 METRICS = {"eval_accuracy": "accuracy", "final_loss": "final loss"}  # what quality is judged by, in words
 _QUALITY = 0.95  # of non-inferiority, one-sided
+_MEDIANS = 0.95  # of what was measured, without a claim
 _PRIOR = 6  # degrees of freedom that the study's noise counts for in each row, at most
 _RESAMPLES = 5000
 _MOST_SEEDS = 30  # more than this many is no advice
@@ -91,13 +92,15 @@ class Quality:
     seeds_needed: int | None = None
 
 
-def spread(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """Median, lowest and highest.
+def median_interval(values: Sequence[float]) -> tuple[float, float, float] | None:
+    """The median and its bootstrap interval at 95 %: for up to five values that is the lowest and the highest.
 
-    >>> spread([3.0, 1.0, 2.0])
+    >>> median_interval([3.0, 1.0, 2.0])
     (2.0, 1.0, 3.0)
     """
-    return (statistics.median(values), min(values), max(values)) if values else None
+    if not values:
+        return None
+    return (statistics.median(values), *_bootstrap(values, _MEDIANS))
 
 
 @dataclass(frozen=True)
@@ -309,12 +312,24 @@ def _interval(
     from scipy import stats
 
     data = np.asarray(values, dtype=float)
-    centre = data.mean()
+    centre = float(data.mean())
     deviation = float(data.std(ddof=1)) if deviation is None else deviation
     quantile = stats.t.ppf(0.5 + confidence / 2, len(data) - 1 if freedom is None else freedom)
     half = float(quantile) * deviation / math.sqrt(len(data))
+    low, high = _bootstrap(values, confidence)
+    if low == high:  # all are the same: the centre is known, their mean by rounding only
+        return centre - half, centre + half
+    return min(centre - half, low), max(centre + half, high)
+
+
+def _bootstrap(values: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Of the median, by percentiles."""
+    import numpy as np
+    from scipy import stats
+
+    data = np.asarray(values, dtype=float)
     if np.ptp(data) == 0:
-        return float(centre - half), float(centre + half)
+        return float(data[0]), float(data[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         booted = stats.bootstrap(
@@ -326,7 +341,7 @@ def _interval(
             vectorized=True,
             rng=np.random.default_rng(17),
         ).confidence_interval
-    return min(centre - half, float(booted.low)), max(centre + half, float(booted.high))
+    return float(booted.low), float(booted.high)
 
 
 def _seeds_needed(deviation: float, effect: float, at_least: int, confidence: float, prior: int = 0) -> int | None:

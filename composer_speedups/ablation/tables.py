@@ -52,18 +52,21 @@ def conditions(environment: Row, study: Row, rows: Sequence[Row], recipes: Mappi
         f"Model: {name}" + (f", {weights}" if weights else ""),
     ]
     if counted:
+        bootstrap = " [95 % bootstrap interval]" if len(seeds) > 1 else ""
         span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]) if steps else "?"
         lines.append(
             f"Runs: seeds {', '.join(map(str, seeds))}; {span} steps; interleaved, each in a fresh process; "
-            f"medians over seeds; baseline {study['baseline']}"
+            f"medians over seeds{bootstrap}; baseline {study['baseline']}"
         )
     return lines
 
 
 def drift_lines(trend: Drift | None, baseline: Sequence[float]) -> list[str]:
     """The baseline's speed each time it was measured, and what that and all other runs tell of the machine."""
-    if len(baseline) < 2:
+    if not baseline:
         return []
+    if len(baseline) == 1:
+        return ["Baseline measured once: whether the machine drifted is not known; --seeds 3 measures it again"]
     line = f"Baseline re-measured: {', '.join(f'{speed:.4g}' for speed in baseline)} samples/s in order of time"
     if trend is not None:
         low, high = 100 * trend.low, 100 * trend.high
@@ -345,7 +348,6 @@ def csv_table(rows: Sequence[Row]) -> str:
 
 def _flat(row: Row) -> dict[str, Any]:
     published = row.get("published") or {}
-    low, high = row["samples_per_second_spread"] or (None, None)
     speed_low, speed_high = row["speedup_interval"] or (None, None)
     return {
         "recipe": row["recipe"],
@@ -355,8 +357,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "learning_rate": row["learning_rate"],
         "seeds": " ".join(map(str, row["seeds"])),
         "samples_per_second": row["samples_per_second"],
-        "samples_per_second_low": low,
-        "samples_per_second_high": high,
+        **_bounds(row, "samples_per_second"),
         "real_tokens_per_second": row["real_tokens_per_second"],
         "mfu": row["mfu"],
         "speedup": row["speedup"],
@@ -370,8 +371,10 @@ def _flat(row: Row) -> dict[str, Any]:
         "break_even_samples": row["break_even_samples"],
         "peak_memory_bytes": row["peak_memory_bytes"],
         "final_loss": row["final_loss"],
+        **_bounds(row, "final_loss"),
         "eval_loss": row["eval_loss"],
         "eval_accuracy": row["eval_accuracy"],
+        **_bounds(row, "eval_accuracy"),
         "stable": row["stable"],
         "quality_verdict": row["quality_verdict"],
         "no_effect": " ".join(row["no_effect"]),
@@ -383,6 +386,11 @@ def _flat(row: Row) -> dict[str, Any]:
         "published_memory_mb": published.get("memory_mb"),
         "published_stable": published.get("stable"),
     }
+
+
+def _bounds(row: Row, key: str) -> dict[str, float | None]:
+    low, high = row["intervals"].get(key) or (None, None)
+    return {f"{key}_low": low, f"{key}_high": high}
 
 
 def cell(row: Row, key: str) -> str:
@@ -423,9 +431,10 @@ def _speed(row: Row) -> str:
     if value is None:
         return ""
     digits = 0 if value >= 1000 else 1 if value >= 10 else 2
-    low, high = row["samples_per_second_spread"]
-    if len(row["seeds"]) < 2:
+    interval = row["intervals"].get("samples_per_second")
+    if interval is None:
         return f"{value:.{digits}f}"
+    low, high = interval
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 

@@ -185,7 +185,7 @@ def answer(
     base = next(row for row in rows if row["baseline"])
     others = [row for row in rows if not row["baseline"]]
     rejected: dict[str, str] = {}
-    good = [row for row in others if row["speed_verdict"] == "faster" and row["stable"] is not False]
+    good = [r for r in others if r["speed_verdict"] == "faster" and r["stable"] is not False and not r["failed"]]
     late = {row["recipe"]: why for row in good if (why := _too_late(row, samples))}
     good = [row for row in good if row["recipe"] not in late]
     holds = [row for row in good if row["stable"] is True]
@@ -197,6 +197,8 @@ def answer(
         span = f" ({confidence * 100:.0f} % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
         if not row["seeds"]:
             rejected[row["recipe"]] = row["reason"]
+        elif row["failed"]:  # what does not always end well is not to be recommended
+            rejected[row["recipe"]] = f"failed in {row['reason']}"
         elif row["stable"] is False:
             rejected[row["recipe"]] = f"unstable: {row['quality_note']}"
         elif row["speedup"] is None:

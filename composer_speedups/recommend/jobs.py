@@ -40,7 +40,10 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
                 continue
             stage = cls.stage.name
             found.append({"name": name, "key": key, "arguments": arguments, "slot": cls.slot or key, "stage": stage})
-    first = doctor.examine().first
+    try:
+        first = doctor.examine(recipe.model.name).first
+    except UserError:  # building the task will say what is wrong with the model
+        first = doctor.examine().first
     # What promises most comes first, as the time may not be enough for all; compiling takes longest, so it is last.
     order = {name: n for n, name in enumerate(first)}
     stages = ("PRECISION", "ATTENTION", "DATA")

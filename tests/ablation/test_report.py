@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from composer_speedups.ablation.charts import charts, shares
-from composer_speedups.ablation.compare import compare, differences
+from composer_speedups.ablation.compare import compare, comparison_table, differences
 from composer_speedups.ablation.output import Findings, write_all
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.store import Store
@@ -265,6 +265,26 @@ def test_two_studies_row_by_row(study: tuple[Path, Findings], tmp_path: Path):
     assert differences(study[1], other) == []
     changed = Findings(**(vars(other) | {"environment": other.environment | {"python": "4"}}))
     assert differences(study[1], changed) == ["python: 3 / 4"]
+
+
+def test_two_studies_of_batches_of_like_lengths_are_compared_by_their_tokens(tmp_path: Path):
+    """Which lengths came up says nothing of the machines."""
+    recipe = fakes.Recipe("grouped").to_dict() | {"speedups": {"length_grouped_batches": {}}}
+    found = []
+    for folder, tokens in (("a", 1000.0), ("b", 2000.0)):
+        with Store(tmp_path / folder / "runs.sqlite") as store:
+            store.begin({"name": folder, "baseline": "grouped", "created": 0}, [("grouped", recipe)])
+            store.plan(interleave(["grouped"], [1, 2, 3]))
+            while run := store.claim(None):
+                result = fakes.train({"recipe": recipe, "seed": run.seed}, lambda _: None)
+                speeds = {"samples_per_second": 100.0, "real_tokens_per_second": tokens + run.seed}
+                store.finish(run, "ok", "", result | speeds, "")
+            found.append(write_all(store, tmp_path / folder))
+    row = compare(*found)[0]
+    assert row["ratio_of"] == "real_tokens_per_second" and row["ratio"] == pytest.approx(2.0, rel=0.01)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(comparison_table([row], ("a", "b"), 100))
+    assert " faster" in console.file.getvalue(), "in words, not as a colour"
 
 
 def test_runs_of_two_versions_are_told(tmp_path: Path):

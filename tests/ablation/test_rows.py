@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from composer_speedups import registry
+from composer_speedups.ablation.charts import _speeds
 from composer_speedups.ablation.rows import REGROUPING, build_rows
 from composer_speedups.ablation.store import Run
-from composer_speedups.ablation.tables import latex_table, markdown_table, notes, sentence
+from composer_speedups.ablation.tables import csv_table, drift_lines, latex_table, markdown_table, notes, sentence
 from composer_speedups.speedup import Stage
 
 
@@ -66,6 +67,30 @@ def test_a_cold_cache_is_what_compiling_costs(speed: float, verdict: str) -> Non
         assert row["break_even_steps"] is None and "not shown to pay" in note
 
 
+def test_break_even_counts_the_samples_that_steps_held() -> None:
+    """A budget of tokens makes batches of any number of samples; the recipe's batch size says nothing of them."""
+    recipes = {"base": {}, "compiled": {"speedups": {"torch_compile": {}}}}
+    runs = [run("base", 1, 100.0, None), compiled(1, 200.0, 20.0, 0, 9)]
+    assert build_rows(recipes, runs, "base")[1]["break_even_samples"] == 4000
+    runs[1].result |= {"step_samples": [30, 50], "step_seconds": [0.3, 0.25]}
+    row = build_rows(recipes, runs, "base")[1]
+    assert (row["break_even_steps"], row["break_even_samples"]) == (100, 4000)  # 40 a step, 5 ms saved on each
+    assert _speeds(runs[1].result) == pytest.approx([100.0, 200.0])
+    assert _speeds(runs[1].result | {"step_samples": []}) == pytest.approx([8 / 0.3, 32.0])
+
+
+def test_medians_come_with_their_intervals() -> None:
+    runs = [run("base", seed, 100.0 + seed, None) for seed in (1, 2, 3)]
+    row = build_rows({"base": {}}, runs, "base")[0]
+    assert row["samples_per_second"] == 102.0 and row["intervals"]["samples_per_second"] == [101.0, 103.0]
+    line = dict(zip(*(line.split(",") for line in csv_table([row]).splitlines()), strict=True))
+    assert (line["samples_per_second_low"], line["samples_per_second_high"]) == ("101.0", "103.0")
+    assert (line["final_loss_low"], line["eval_accuracy_low"]) == ("1.0", "")
+    assert "102.0 [101.0, 103.0]" in markdown_table([row])
+    alone = build_rows({"base": {}}, runs[:1], "base")[0]
+    assert alone["intervals"] == {} and "| 101.0 |" in markdown_table([alone])
+
+
 @pytest.mark.parametrize("flaw", ["", "idle", "failed", "shared"])
 def test_the_headline_names_no_row_with_a_flaw(flaw: str) -> None:
     speeds = {"base": 100.0, "good": 150.0, "best": 200.0}
@@ -85,6 +110,12 @@ def test_the_headline_names_no_row_with_a_flaw(flaw: str) -> None:
     assert ("shared the machine" in said) == (flaw == "shared")
     assert ("best †" in markdown_table(rows)) == ("dagger" in latex_table(rows)) == (flaw == "shared")
     assert ("best *" in markdown_table(rows)) == (flaw == "idle")
+
+
+def test_a_baseline_measured_once_shows_no_drift() -> None:
+    assert drift_lines(None, []) == []
+    assert "drifted is not known" in drift_lines(None, [100.0])[0]
+    assert "100, 90 samples/s" in drift_lines(None, [100.0, 90.0])[0]
 
 
 def test_what_a_look_inside_found_is_the_rows_whichever_seed_it_was() -> None:

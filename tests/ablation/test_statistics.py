@@ -11,6 +11,7 @@ from composer_speedups.ablation.statistics import (
     compare_quality,
     compare_speed,
     drift,
+    median_interval,
     pooled_noise,
 )
 
@@ -140,6 +141,18 @@ def test_one_seed_is_not_judged_but_measured():
 def test_only_common_seeds_count():
     assert compare_speed({0: 2.0, 1: 9.0}, {0: 1.0, 2: 1.0}).seeds == 1
     assert compare_speed({0: 2.0}, {1: 1.0}).verdict == "not judged"
+
+
+def test_the_interval_of_a_median():
+    assert median_interval([]) is None and median_interval([2.0]) == (2.0, 2.0, 2.0)
+    assert median_interval([5.0, 1.0, 2.0, 3.0, 4.0]) == (3.0, 1.0, 5.0), "of five values it is their range"
+    values = [float(n) for n in range(1, 16)]
+    middle, low, high = median_interval(values) or (0, 0, 0)
+    assert middle == 8.0 and 1.0 < low <= 6.0 and 10.0 <= high < 15.0
+    rng = random.Random(3)
+    intervals = [median_interval([rng.gauss(10, 1) for _ in range(9)]) for _ in range(200)]
+    missed = sum(not i[1] <= 10 <= i[2] for i in intervals if i is not None)
+    assert missed <= 20, "one in twenty of 200 may miss the true median, give or take three deviations"
 
 
 def test_how_many_seeds_would_show_it():

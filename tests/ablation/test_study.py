@@ -136,7 +136,7 @@ def test_verdicts(everything):
     }
     assert found["set/fast"]["seeds"] == [17, 18, 19]
     assert found["set/fast"]["mfu"] == pytest.approx(151.5e6 / 1e9)
-    assert found["set/fast"]["samples_per_second_spread"] == pytest.approx([150.0, 153.0])
+    assert found["set/fast"]["intervals"]["samples_per_second"] == pytest.approx([150.0, 153.0])
 
 
 def test_every_output_is_there_and_strict(everything):
