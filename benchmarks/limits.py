@@ -27,6 +27,9 @@ _SECONDS = 0.15  # spent on each kernel in each repetition, at least
 _RIVALS = {"liger-kernel": "liger_kernel", "torch-optimi": "optimi"}  # package -> module
 
 
+_OPTIMIZERS = ("foreach_adamw", "fused_adamw", "apex_fused_adamw", "bnb_adamw", "adamw_8bit")
+
+
 @dataclass(frozen=True)
 class Kernel:
     """`call` does the work once and must move at least `bytes` or compute `flops`."""
@@ -165,13 +168,12 @@ def _optimizers(device: Any) -> Iterator[Kernel]:
     moved = 7 * 4 * sum(shape.numel() for shape in shapes)
     less = (3 * 4 + 2 * 2 * 1) * sum(shape.numel() for shape in shapes)  # moments in 8 bits
     yield Kernel("AdamW", "AdamW: for-loop", make().step, bytes=moved)
-    keys = ("foreach_adamw", "fused_adamw", "apex_fused_adamw", "bnb_adamw", "adamw_8bit")
-    for key in keys:
+    for key in _OPTIMIZERS:
         # On a CPU those of bitsandbytes save memory, not time.
-        if registry.build(key).unavailable(device) or (device.type == "cpu" and key not in keys[:2]):
+        if registry.build(key).unavailable(device) or (device.type == "cpu" and key not in _OPTIMIZERS[:2]):
             continue
         optimizer = make()
-        registry.function(key)(optimizer)
+        _convert(optimizer, key)
         yield Kernel("AdamW", f"AdamW: {key}", optimizer.step, bytes=less if key == "adamw_8bit" else moved)
     if device.type == "cuda" and importlib.util.find_spec("optimi"):
         import optimi
@@ -179,6 +181,13 @@ def _optimizers(device: Any) -> Iterator[Kernel]:
         parameters = [p for group in make().param_groups for p in group["params"]]
         triton = optimi.AdamW(parameters, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, triton=True)
         yield Kernel("AdamW", "AdamW: optimi, Triton", triton.step, bytes=moved)
+
+
+def _convert(optimizer: Any, key: str) -> None:
+    """Make it the speed-up's. With 8 bits its embedding, too: which parameters are one, only a model could tell."""
+    from composer_speedups import registry
+
+    registry.function(key)(optimizer, **({"embeddings_32bit": False} if key == "adamw_8bit" else {}))
 
 
 def _norms(device: Any, tokens: int, width: int) -> Iterator[Kernel]:

@@ -14,7 +14,7 @@ import torch
 from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.errors import SpeedUpUnavailable
 
-__all__ = ["check_backend", "compile_statistics", "compiler", "missing_tools", "use_cache"]
+__all__ = ["check_backend", "compile_statistics", "compiler", "missing_for_triton", "missing_tools", "use_cache"]
 
 
 def compile_statistics(since: CompileCounters | None = None) -> dict[str, int | float]:
@@ -95,6 +95,11 @@ def _compilers(device: torch.device) -> list[str]:
     return [os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")]
 
 
+def missing_for_triton() -> str | None:
+    """What Triton's kernels lack on this machine's GPU; None if nothing, or if there is no GPU: callers say that."""
+    return missing_tools(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
 def missing_tools(device: torch.device) -> str | None:
     """What Inductor lacks to generate code for `device`."""
     headers = Path(sysconfig.get_path("include"), "Python.h")
@@ -102,14 +107,15 @@ def missing_tools(device: torch.device) -> str | None:
         if not torch.cuda.is_available():
             return "there is no CUDA GPU. Use the CPU"
         if importlib.util.find_spec("triton") is None:
-            return "Inductor needs Triton on CUDA, and it is not installed. Run `pip install triton`"
+            return "it needs the package triton on CUDA, which is not installed. Run `pip install triton`"
         if torch.cuda.get_device_capability(device) < (7, 0):
             return "Triton needs compute capability 7.0 (Volta) or newer. Leave it out on this GPU"
+    who = "Triton" if device.type == "cuda" else "Inductor"
     if compiler(device) is None:
         return (
-            f"Inductor needs a compiler, and {' or '.join(_compilers(device))} is not on the PATH. "
+            f"{who} needs a compiler, and {' or '.join(_compilers(device))} is not on the PATH. "
             "Run `apt-get install g++` or the like, or leave it out"
         )
     if not headers.exists():
-        return f"Inductor needs Python's headers, and {headers} is not there. Run `apt-get install python3-dev`"
+        return f"{who} needs Python's headers, and {headers} is not there. Run `apt-get install python3-dev`"
     return None

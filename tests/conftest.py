@@ -13,13 +13,19 @@ import pytest
 import torch
 from small import BatchDataset, bert_config
 
+from composer_speedups.compat import set_float32_precision
+
 HAS_CUDA = torch.cuda.is_available()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests on a GPU run where there is one, and by themselves: a process has one distributed backend, gloo or NCCL."""
+    reason = "needs a CUDA device, this machine has none"
+    if HAS_CUDA and config.option.markexpr != "gpu":
+        reason = "on a GPU, in a process of its own: pytest -m gpu"
     for item in items:
-        if "gpu" in item.keywords and not HAS_CUDA:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+        if "gpu" in item.keywords and (not HAS_CUDA or config.option.markexpr != "gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -38,6 +44,13 @@ def _alone_in_this_process(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(17)
+
+
+@pytest.fixture(autouse=True)
+def _true_float32() -> None:
+    """Composer's Trainer switches TF32 on for the whole process, and the next test may be about float32."""
+    if HAS_CUDA:
+        set_float32_precision("highest", True)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import compiling, contenders, growth, harness, limits, peers  # noqa: E402
+from benchmarks import compiling, contenders, gpu, growth, harness, limits, peers  # noqa: E402
 from composer_speedups import registry  # noqa: E402
 from composer_speedups.recipes import load_recipe  # noqa: E402
 from composer_speedups.tasks import build_model, build_task  # noqa: E402
@@ -223,6 +223,46 @@ def test_nothing_runs_after_the_deadline(tmp_path: Path) -> None:
 
 
 # --- Limits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [k for k in limits._OPTIMIZERS if k != "apex_fused_adamw"])
+def test_every_optimizer_is_converted_without_a_model(key: str) -> None:
+    """Those of bitsandbytes are not measured on a CPU, so only this sees them before a GPU does."""
+    parameter = torch.nn.Parameter(torch.randn(64, 128))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-2, foreach=False)
+    before = parameter.detach().clone()
+    limits._convert(optimizer, key)
+    optimizer.step()
+    assert not torch.equal(parameter, before)
+    if key == "adamw_8bit":
+        assert optimizer.state[parameter]["state1"].dtype == torch.uint8
+
+
+def test_what_fails_in_the_kernels_costs_the_training_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> str:
+        raise ValueError("a kernel is wrong")
+
+    monkeypatch.setattr(gpu, "_test", lambda *_: True)
+    monkeypatch.setattr(gpu.limits, "run", fails)
+    monkeypatch.setattr(gpu.peers, "run", lambda *_: "the table of the peers")
+    assert gpu.main(["--out", str(tmp_path / "out")]) == 1
+    text = capsys.readouterr()
+    assert "the table of the peers" in text.out and "limits FAILED" in text.out
+    assert "ValueError: a kernel is wrong" in text.err
+
+
+def test_tests_that_failed_before_the_time_was_over_are_named() -> None:
+    lines = [
+        "tests/a.py::test_x[cuda-1] ",
+        "[gw0] [ 10%] FAILED tests/a.py::test_x[cuda-1] ",
+        "[gw1] [ 12%] PASSED tests/a.py::test_FAILED",
+        "ERROR tests/b.py::test_y - RuntimeError: no",
+    ]
+    found = [match.group(0) for line in lines if (match := gpu._FAILED.search(line))]
+    assert found == ["FAILED tests/a.py::test_x[cuda-1]", "ERROR tests/b.py::test_y"]
 
 
 def test_kernels_run_and_leave_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

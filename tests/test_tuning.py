@@ -30,6 +30,7 @@ from composer_speedups.tune_command import memory_bytes
 from composer_speedups.tuning import jobs as tuning_jobs
 from composer_speedups.tuning import rate as rates
 from composer_speedups.tuning.batch import Tried, fastest, largest
+from composer_speedups.tuning.evidence import batch_reason
 from composer_speedups.tuning.record import Record, RecordError
 from composer_speedups.tuning.rows import expected_tuning, tune_rows
 from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, starting_size
@@ -169,6 +170,18 @@ def test_the_limit_is_kept_and_not_run_into():
     measure, tries = speeds(lambda size: float(size), limit=100)
     assert fastest(measure, batch_sizes(4096), 8, 1000 + 10 * 100) in (64, 96)
     assert max(tries) <= 128, "what the line of the others forbids is not tried"
+
+
+def test_the_reason_names_what_was_measured():
+    tried = [
+        {"size": s, "samples_per_second": v} for s, v in ((32, 95.0), (32, 91.0), (64, 97.0), (64, None), (16, 60.0))
+    ]
+    assert batch_reason(tried, 64, "fastest") == "the fastest of 3 tried, 97.0 samples/s"
+    assert batch_reason(tried, 32, "fastest") == (
+        "as fast as the fastest of 3 tried (64: 97.0 samples/s) within the noise of these tries, and nearer to the old "
+        "one, 93.0 samples/s"
+    )
+    assert batch_reason(tried, 32, "largest") == "the largest of 3 tried, 93.0 samples/s"
 
 
 def test_a_budget_ends_it_with_the_best_so_far():

@@ -97,7 +97,7 @@ def _bars(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
         drawing.text(x(tick), bottom + 17, f"{tick:g}x", "soft", "middle", 12)
     for n, (row, source) in enumerate(zip(shown, published, strict=True)):
         y, value, name = step * n + 4, row["speedup"], names[row["recipe"]]
-        colour = {"faster": "fast", "slower": "slow"}.get(row["speed_verdict"], "same")
+        colour = {"faster": "fast", "slower": "slow"}.get(row["speed_verdict"], "same") if _sound(row) else "same"
         start, end = sorted((x(1), x(value)))
         drawing.text(left - 8, y + 14, _cut(name, left - 14), anchor="end", size=12)
         drawing.box(start, y + 3, max(1.5, end - start), 14, colour, f"{name}: {value:.3f}x, {row['speed_verdict']}")
@@ -120,12 +120,18 @@ def _bars(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
     return drawing
 
 
+def _sound(row: Row) -> bool:
+    """Whether nothing but its speed is to be said of a row."""
+    return row["stable"] is not False and not row.get("failed") and not row.get("no_effect")
+
+
 def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
     shown = [row for row in rows if row["samples_per_second"] and row["peak_memory_bytes"]]
     if len(shown) < 2:
         return None
     points = [(row["peak_memory_bytes"] / 1e6, row["samples_per_second"]) for row in shown]
-    best = pareto(points)
+    # What diverged, failed in part or did nothing is shown, but beats nobody.
+    best = pareto([point for row, point in zip(shown, points, strict=True) if _sound(row)])
     drawing = Drawing("Speed against memory", height=360)
     x, y = _axes(drawing, points, "peak memory, MB", "samples/s", right=448, top=30, bottom=300)
     stairs: Curve = []

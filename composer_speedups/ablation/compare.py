@@ -94,7 +94,8 @@ def comparison_table(rows: Sequence[Row], names: tuple[str, str], width: int) ->
 def caption() -> str:
     return (
         f"Ratios with {CONFIDENCE * 100:.0f} % intervals over the seeds that both studies have; of real tokens/s where "
-        "a recipe regroups samples by length."
+        "a recipe regroups samples by length. The studies were not made in turns: faster and slower say what both "
+        "machines did then, whatever the cause. Speed-ups, each against its own baseline, are free of that."
     )
 
 

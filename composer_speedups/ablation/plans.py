@@ -1,10 +1,13 @@
 """Which recipes a study compares: those asked for, or what a plan makes of them.
 
-- `ladder`: the recipes as they are listed; of one recipe, its speed-ups added one after the other.
+- `ladder`: the recipes as they are listed; of one recipe, its speed-ups added one after the other, and at the end
+  the recipe itself, with its own batch and learning rate.
 - `leave-one-out`: one recipe, and the same without each of its speed-ups. It is the baseline itself: a row
   at 0.80x says that the speed-up left out brings a factor of 1.25 on top of the others.
 - `one-at-a-time`: the baseline, and the baseline with each speed-up alone.
 - `pairs`: that, and the baseline with every two of them: what two bring together is seldom the product.
+
+Rows that a plan makes have the baseline's batch and learning rate, so that a difference is the switches' own.
 
 What the baseline sets itself, such as true float32 matmuls, is no speed-up: it stays in every row, and
 leaving out a speed-up that replaces such a setting brings the baseline's back.
@@ -153,8 +156,13 @@ def _switches(recipe: Recipe, baseline: Recipe) -> list[Switch]:
 
 
 def _made(source: Recipe, baseline: Recipe, suffix: str, switches: SpeedUps, words: str) -> Recipe:
-    speedups = dict(baseline.speedups) | switches
-    return _copy(source, name=baseline.name + suffix, description=words, published=None, speedups=speedups)
+    """The baseline with some switches on, at its own batch and learning rate.
+
+    What else a switch needs, such as texts that are not padded to one length, comes from its `source`.
+    """
+    own = {key: getattr(baseline, key) for key in _TUNED} | _counted_in_batches(source, baseline)
+    own |= {"name": baseline.name + suffix, "description": words, "published": None}
+    return _copy(source, speedups=dict(baseline.speedups) | switches, **own)
 
 
 def _copy(recipe: Recipe, **changes: Any) -> Recipe:

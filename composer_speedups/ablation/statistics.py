@@ -246,6 +246,9 @@ def compare_quality(
     seeds = sorted(measured.keys() & baseline.keys())
     if not seeds:
         return Quality("not judged", None, "the baseline has no run with the same seed", {})
+    if adrift := [seed for seed in seeds if not baseline[seed].get("finite", True)]:
+        which = ", ".join(map(str, adrift))
+        return Quality("not judged", None, f"the baseline's own loss was not finite (seed {which})", {})
     worse_by: dict[str, dict[str, float | None]] = {}
     lost, open_, needed = [], [], []
     for metric, sign in (("eval_accuracy", -1.0), ("final_loss", 1.0)):
@@ -264,19 +267,25 @@ def compare_quality(
         # One-sided: only being worse counts, so the bounds belong to 90 % two-sided.
         low, high = _interval(differences, 2 * _QUALITY - 1) if len(differences) > 1 else (None, None)
         worse_by[metric] = {"value": value, "high": high, "margin": margin}
-        if low is not None and high is not None:
+        if low is None or high is None:
+            open_.append(f"{METRICS[metric]} was measured with one seed only")
+            needed.append(3)
+        else:
             if low > margin:
                 lost.append(f"{METRICS[metric]} worse by {value:.4g}, margin {margin:.3g}")
             elif high > margin:
                 open_.append(f"{METRICS[metric]} may be worse by up to {high:.4g}, margin {margin:.3g}")
-                gap = margin - statistics.mean(differences)
+                gap = abs(margin - statistics.mean(differences))  # beyond the margin, more seeds would show the loss
                 needed.append(_seeds_needed(statistics.stdev(differences), gap, len(differences), 2 * _QUALITY - 1))
     if not worse_by:
         return Quality("not judged", None, "no quality was measured", {})
     if lost:
         return Quality("unstable", False, "; ".join(lost), worse_by)
     if len(seeds) == 1:
-        return Quality("not judged", None, "one seed tells nothing about the spread: run 3 or more", worse_by, 3)
+        note = "one seed tells nothing about the spread: run 3 or more"
+        if len(measured) > 1:
+            note = f"the baseline has only seed {seeds[0]} of these"
+        return Quality("not judged", None, note, worse_by, 3)
     fallen = learnt([baseline[s] for s in seeds])
     if fallen is not None and "final_loss" in worse_by and fallen <= (worse_by["final_loss"]["margin"] or 0.0):
         note = f"the baseline's loss fell by {max(0.0, fallen):.3g} only: train longer to tell"

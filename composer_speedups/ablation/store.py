@@ -2,8 +2,8 @@
 
 A run is claimed before it starts and its result, steps and log are written in one transaction, so a run
 is either there as a whole or not at all. Claims end when their owner dies or stops renewing them, so two
-processes can work on one study and neither waits for a dead one. Each finished run carries a digest: a
-damaged file is refused instead of being believed.
+processes can work on one study and neither waits for a dead one. Each finished run carries a digest, and so
+does what the study is about: a damaged file is refused instead of being believed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = ["DONE", "LEASE_SECONDS", "Run", "Store", "StoreError"]
 APPLICATION = 0x43535055  # "CSPU": SQLite's application_id of our files
 VERSION = 1
 LEASE_SECONDS = 60.0  # a claim that was not renewed for so long is void
+_SEAL = "digest"  # the key, in the table of the study, of the digest of everything but the runs
 DONE = ("ok", "skipped", "failed", "out_of_memory", "timeout")  # not repeated by a resumed study
 
 _SCHEMA = """
@@ -147,6 +148,7 @@ class Store:
                 rows = [(name, n, _dump(recipe)) for n, (name, recipe) in enumerate(recipes)]
                 db.executemany("INSERT INTO recipes VALUES (?, ?, ?)", rows)
                 db.executemany("INSERT INTO study VALUES (?, ?)", [(k, _dump(v)) for k, v in study.items()])
+                self._seal(db)
                 return
             difference = _difference(stored, {name: json.loads(_dump(r)) for name, r in recipes})
             before = self.study().get("baseline")
@@ -158,7 +160,7 @@ class Store:
                 )
 
     def study(self) -> dict[str, Any]:
-        rows = self._db.execute("SELECT key, value FROM study").fetchall()
+        rows = self._db.execute("SELECT key, value FROM study WHERE key != ?", (_SEAL,)).fetchall()
         return {key: json.loads(value) for key, value in rows}
 
     def note(self, **facts: Any) -> None:
@@ -166,6 +168,7 @@ class Store:
         with self._write() as db:
             rows = [(key, _dump(value)) for key, value in facts.items()]
             db.executemany("INSERT OR REPLACE INTO study VALUES (?, ?)", rows)
+            self._seal(db)
 
     def recipes(self) -> dict[str, dict[str, Any]]:
         """Resolved recipes by name, in the order of the table."""
@@ -176,6 +179,7 @@ class Store:
         """Store an environment once; its number goes with the runs made in it."""
         with self._write() as db:
             db.execute("INSERT OR IGNORE INTO environments (facts) VALUES (?)", (_dump(facts),))
+            self._seal(db)
             return db.execute("SELECT id FROM environments WHERE facts = ?", (_dump(facts),)).fetchone()[0]
 
     def environments(self) -> dict[int, dict[str, Any]]:
@@ -313,10 +317,15 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
-        except BaseException:
-            self._db.execute("ROLLBACK")
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            if self._db.in_transaction:  # SQLite has rolled back by itself where the disk was full
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError):
+                raise StoreError(
+                    f"cannot write {self.path}: {error}. What was stored is safe: mend that, and run the same command"
+                ) from error
             raise
-        self._db.execute("COMMIT")
 
     def _open(self, uri: str, write: bool = False) -> None:
         self._db = sqlite3.connect(uri, uri=True, timeout=60, isolation_level=None)
@@ -359,6 +368,16 @@ class Store:
                 content = (status, reason, text, self._steps(number), self.log(number))
                 if _digest(recipe, seed, *content) != digest:
                     raise self._damaged(f"the record of {recipe}, seed {seed}, is not what was written")
+            self._db.execute(  # a column whose name was damaged is missed now, and not in the middle of a study
+                "SELECT position, owner, claimed_until, attempts, environment, started, finished FROM runs LIMIT 0"
+            )
+            seal = self._db.execute("SELECT value FROM study WHERE key = ?", (_SEAL,)).fetchone()
+            if seal is not None and seal[0] != self._facts_digest():  # none in studies of earlier versions
+                raise self._damaged("the record of the study, its recipes and environments is not what was written")
+            try:
+                self.study(), self.recipes(), self.environments()
+            except ValueError as error:
+                raise self._damaged(error) from error
 
     def _prepare(self) -> None:
         db = self._db
@@ -372,6 +391,18 @@ class Store:
                     db.execute(statement)
                 db.execute(f"PRAGMA application_id = {APPLICATION}")
                 db.execute(f"PRAGMA user_version = {VERSION}")
+
+    def _seal(self, db: sqlite3.Connection) -> None:
+        """Keep a digest of all that is not a run: in the transaction that has changed it."""
+        db.execute("INSERT OR REPLACE INTO study VALUES (?, ?)", (_SEAL, self._facts_digest()))
+
+    def _facts_digest(self) -> str:
+        content = [
+            self._db.execute("SELECT key, value FROM study WHERE key != ? ORDER BY key", (_SEAL,)).fetchall(),
+            self._db.execute("SELECT name, position, resolved FROM recipes ORDER BY position").fetchall(),
+            self._db.execute("SELECT id, facts FROM environments ORDER BY id").fetchall(),
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @contextmanager
     def _read_together(self) -> Iterator[None]:

@@ -147,7 +147,13 @@ def run_study(
             study.work()
         except KeyboardInterrupt:
             interrupted = True
-        found = write_all(store, folder)
+        try:
+            found = write_all(store, folder)
+        except OSError as error:
+            raise UserError(
+                f"cannot write into {folder}: {error.strerror}. All runs are in its runs.sqlite: mend that, then "
+                f"composer-speedups report {folder}"
+            ) from error
     return StudyResult(folder, found, interrupted)
 
 
@@ -264,7 +270,18 @@ class _Study:
                     time.sleep(1.0)
                     continue
                 self._one(run, display)
-                write_all(self.store, self.folder, pictures=False)
+                self._write_up()
+
+    def _write_up(self) -> None:
+        """Write the outputs so far. What cannot be written now can be later: the runs are in the store."""
+        try:
+            write_all(self.store, self.folder, pictures=False)
+        except OSError as error:
+            self.console.print(
+                f"{self.folder} cannot be written to now ({error.strerror}); the runs go on into runs.sqlite",
+                style="yellow",
+                markup=False,
+            )
 
     def _time_limit(self) -> float | None:
         """Seconds that the next run may take."""

@@ -92,6 +92,8 @@ def sentence(rows: Sequence[Row]) -> str:
     left_out = _left_out(rows, base)
     if left_out:
         return _without(names[base["recipe"]], [(left_out[r["recipe"]], r) for r in measured])
+    if base.get("failed") and all(row["speed_verdict"] == "not judged" for row in measured):
+        return f"No verdict: {_failures(base)} of the baseline. Mend what they say, then the same command with --retry."
     if all(row["speed_verdict"] == "not judged" for row in measured):
         best = max(measured, key=lambda row: row["speedup"])
         return (
@@ -115,7 +117,19 @@ def sentence(rows: Sequence[Row]) -> str:
             f"{names[best['recipe']]} is faster, {best['speedup']:.2f} times the baseline's speed, but "
             f"{_quality_words(best).replace('unstable', 'it is unstable')}: {best['quality_note']}."
         ) + _beside_others(best, base)
+    if flawed := [row for row in measured if row["speed_verdict"] == "faster"]:
+        best = max(flawed, key=lambda row: row["speedup"])
+        why = _failures(best) if best.get("failed") else f"{', '.join(best['no_effect'])} changed nothing in it"
+        return (
+            f"No recipe without a flaw was shown to be faster than the baseline: {names[best['recipe']]} is, "
+            f"{best['speedup']:.2f} times its speed, but {why}."
+        ) + _beside_others(best, base)
     return "No recipe was shown to be faster than the baseline."
+
+
+def _failures(row: Row) -> str:
+    failed = len(row["failed"])
+    return f"{failed} of {failed + len(row['seeds'])} seeds failed"
 
 
 def _beside_others(row: Row, base: Row) -> str:
@@ -228,7 +242,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
             f"† {count} run{'s' * (count > 1)} overlapped with another measured run on this machine, and each slowed "
             f"the other down: {which}. Such speeds are not the recipe's own; measure them again, into another --out"
         )
-    if any(row["speed_verdict"] == "not judged" and row["seeds"] for row in rows):
+    judged = [row for row in rows if row["seeds"] and not row.get("baseline")]
+    if any(row["speed_verdict"] == "not judged" and len(row["seeds"]) == 1 for row in judged):
         lines.append("Stable ?, speed not judged: one seed tells nothing about the spread; run 3 or more (--seeds 3)")
     return lines
 
@@ -416,6 +431,7 @@ def cell(row: Row, key: str) -> str:
         quality = row["quality_verdict"] if row["speed_verdict"] == "not judged" else _quality_words(row)
         words = [w for w in dict.fromkeys((row["speed_verdict"], quality)) if w]
         words += [f"{key} changed nothing" for key in row.get("no_effect") or []]
+        words += [_failures(row)] if row.get("failed") else []
         return ", ".join(words)
     if key == "mfu":
         return "" if value is None else f"{value:.1%}"

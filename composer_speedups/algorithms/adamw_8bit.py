@@ -10,7 +10,8 @@ largest in its block, made anew at every step; small ones by more of themselves.
 very different sizes, which is where 8 bits have been seen to diverge.
 
 **When it pays.** When memory is what limits the batch: it saves 6 bytes a weight outside the embeddings, half a GB
-for BERT-base. On a CPU it is slower than 32-bit state.
+for BERT-base. On a CPU it is slower than 32-bit state. On a GPU bitsandbytes waits after each parameter's update, so
+`SyncFreeLoop` brings nothing beside it.
 
 **Needs.** bitsandbytes (installed with this package); a CPU or CUDA device; no AMSGrad; not under FSDP.
 

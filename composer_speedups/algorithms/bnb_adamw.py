@@ -6,8 +6,9 @@
 (torch keeps the moments in the parameters' dtype). Equal to the for-loop's to a rounding or two per step.
 
 **When it pays.** On a GPU against the for-loop. It launches once per parameter, where `FusedAdamW` launches once
-for hundreds; it is here because it can be measured against the others and because its state is what `AdamW8bit`
-falls back to.
+for hundreds, and its step waits for the GPU after each parameter (`sync_gpu`, bitsandbytes 0.50), which also undoes
+what `SyncFreeLoop` saves. It is here because it can be measured against the others and because its state is what
+`AdamW8bit` falls back to.
 
 **Needs.** bitsandbytes (installed with this package); a CPU or CUDA device; no AMSGrad; not under FSDP.
 

@@ -32,6 +32,7 @@ from composer.core import State
 from composer.loggers import Logger
 from transformers.activations import GELUActivation
 
+from composer_speedups.compilation import missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels.fast_dropout import plain
 from composer_speedups.speedup import SpeedUp, Stage
@@ -92,7 +93,7 @@ def _unavailable(device: torch.device | None = None) -> str | None:
         return f"it needs a CUDA device, and {where}; PyTorch's GELU is as fast on a CPU: remove it"
     if importlib.util.find_spec("triton") is None:
         return "it needs the package triton, which is not installed; `pip install triton`"
-    return None
+    return missing_for_triton()
 
 
 def _pattern(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from composer.core import State
 from composer.loggers import Logger
 from transformers import PreTrainedModel
 
+from composer_speedups.compilation import missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import override_methods, overrides
@@ -109,7 +110,7 @@ def _unavailable(device: torch.device | None = None) -> str | None:
     if not (torch.cuda.is_available() if device is None else device.type == "cuda"):
         where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"
         return f"it needs a CUDA device, and {where}; masked_token_head saves most of the same work everywhere"
-    return None
+    return missing_for_triton()
 
 
 def _interpreted() -> bool:

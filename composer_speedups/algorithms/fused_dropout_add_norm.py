@@ -34,6 +34,7 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
+from composer_speedups.compilation import missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels import dropout_add_norm as kernel
 from composer_speedups.kernels.fast_dropout import plain
@@ -96,7 +97,7 @@ def _unavailable(device: torch.device) -> str | None:
         return f"its kernels are for CUDA and for CPUs, and the run is on {device}; remove it"
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "on CUDA it needs the package triton, which is not installed; `pip install triton`"
-    return None
+    return missing_for_triton() if device.type == "cuda" else None
 
 
 def _pattern(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,9 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
+from composer_speedups.compilation import missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.kernels.fast_dropout import shape_only
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import swap_classes
 
@@ -109,7 +111,7 @@ def _unavailable(backend: str, device: torch.device | None = None) -> str | None
         )
     if chosen == "triton" and not _has_triton():
         return "backend 'triton' needs the package triton, which is not installed; `pip install triton`"
-    return None
+    return missing_for_triton() if chosen == "triton" else None
 
 
 def _choose(backend: str) -> str:
@@ -177,6 +179,10 @@ class _ApexLayerNorm(_FusedLayerNorm):
     @staticmethod
     def fits(layer: torch.nn.Module) -> bool:
         return _FusedLayerNorm.fits(layer) and (layer.weight is None) == (layer.bias is None)
+
+    def takes(self, input: torch.Tensor) -> bool:
+        # In a dry run that counts memory there are no numbers, for which Apex's kernel would look.
+        return super().takes(input) and not shape_only(input)
 
     def kernel(self, input: torch.Tensor) -> torch.Tensor:
         apex = _apex()

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from composer_speedups.kernels.fast_dropout import shape_only
+
 __all__ = ["DTYPES", "MAX_WIDTH", "interpreted", "layer_norm", "reference_layer_norm"]
 
 MAX_WIDTH = 8192  # a whole row is held in registers: 16 elements in each of 512 threads
@@ -169,7 +171,7 @@ def layer_norm(
             raise ValueError(f"layer_norm: {name} is on {tensor.device}, x on {x.device}: move it to {x.device}")
     if not (x.is_cuda or interpreted()):
         raise ValueError(f"layer_norm needs a CUDA device, x is on {x.device}: use torch's layer_norm here")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or shape_only(x):
         return _forward_op(x, weight, bias, eps)[0]
     return _LayerNorm.apply(x, weight, bias, eps)
 

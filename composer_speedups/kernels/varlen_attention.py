@@ -99,7 +99,9 @@ def varlen_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernel = attention_kernel(q)
     if kernel == "flash-attn":
-        return _flash_attn()(
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(
             q, k, v, queries.cumulative, keys.cumulative, queries.longest, keys.longest, dropout_p, scale
         )
     if kernel == "aten flash":
@@ -125,21 +127,31 @@ def attention_kernel(q: torch.Tensor) -> str:
     half = q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type != "cuda" or not half or q.shape[-1] % 8 or q.shape[-1] > 256 or not _ampere(q.device):
         return "padded sdpa"
-    return "flash-attn" if _flash_attn() is not None else "aten flash"
+    return "flash-attn" if _has_flash_attn() else "aten flash"
 
 
-@cache
+# Dynamo would look into these, and break the graph of every layer at an import that fails: what they return is a
+# constant to it. They keep their answers themselves, as Dynamo also warns of `functools.cache`.
+_KNOWN: dict[object, bool] = {}
+
+
+@torch.compiler.assume_constant_result
 def _ampere(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device not in _KNOWN:
+        _KNOWN[device] = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return _KNOWN[device]
 
 
-@cache
-def _flash_attn():
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return flash_attn_varlen_func
+@torch.compiler.assume_constant_result
+def _has_flash_attn() -> bool:
+    if "flash-attn" not in _KNOWN:
+        try:
+            import flash_attn
+
+            _KNOWN["flash-attn"] = hasattr(flash_attn, "flash_attn_varlen_func")
+        except ImportError:
+            _KNOWN["flash-attn"] = False
+    return _KNOWN["flash-attn"]
 
 
 def _padded(q, k, v, queries: Lengths, keys: Lengths, dropout_p: float, scale: float) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_speedups.tuning.rate import Rated
 
-__all__ = ["batch_lines", "rate_lines"]
+__all__ = ["batch_lines", "batch_reason", "rate_lines"]
 
 _BESIDE = ", beside another run"
 _WORDS = {"out_of_memory": "out of memory", "over_limit": "over the limit"}
@@ -36,6 +37,30 @@ def batch_lines(trials: Sequence[Mapping[str, Any]], noun: str) -> list[str]:
         )
     note = "beside another run: measured on this machine at the same time, and each slowed the other down"
     return _aligned(rows) + [note] * any(trial["overlapped"] for trial in trials)
+
+
+def batch_reason(trials: Sequence[Mapping[str, Any]], size: int, goal: str) -> str:
+    """Why this size was chosen.
+
+    Args:
+        trials: as the record has them.
+        size: that was chosen.
+        goal: `largest` or `fastest`.
+    """
+    found: dict[int, list[float]] = {}
+    for trial in trials:
+        if trial["samples_per_second"]:
+            found.setdefault(trial["size"], []).append(trial["samples_per_second"])
+    speeds = {tried: statistics.median(values) for tried, values in found.items()}
+    count = len({trial["size"] for trial in trials})
+    own = f", {speeds[size]:.1f} samples/s" if size in speeds else ""
+    best = max(speeds, key=lambda tried: speeds[tried], default=size)
+    if goal == "fastest" and best != size:
+        return (
+            f"as fast as the fastest of {count} tried ({best}: {speeds[best]:.1f} samples/s) within the noise of these "
+            f"tries, and nearer to the old one{own}"
+        )
+    return f"the {goal} of {count} tried{own}"
 
 
 def rate_lines(tried: Sequence[Rated], samples: Sequence[int]) -> list[str]:

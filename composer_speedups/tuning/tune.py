@@ -21,7 +21,7 @@ from composer_speedups.errors import SpeedUpUnavailable, UserError
 from composer_speedups.recipe_schema import in_samples
 from composer_speedups.tuning import batch as batches
 from composer_speedups.tuning import rate as rates
-from composer_speedups.tuning.evidence import batch_lines, rate_lines
+from composer_speedups.tuning.evidence import batch_lines, batch_reason, rate_lines
 from composer_speedups.tuning.progress import Display
 from composer_speedups.tuning.record import Record
 from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, predicted_line, starting_size
@@ -289,12 +289,9 @@ class _Session:
                 f"no {noun} of {recipe.name} was found to fit{reason}. Raise {' or '.join(ways)}, or shorten "
                 f"task.max_length"
             )
-        speeds = [t["samples_per_second"] for t in tried if t["size"] == size and t["samples_per_second"]]
-        speed = f", {sum(speeds) / len(speeds):.1f} samples/s" if speeds else ""
-        count = len({t["size"] for t in tried})
+        reason = batch_reason(tried, size, self.goal)
         within = f" within {self.limit / 1e9:.1f} GB" if self.limit else ""
-        lines = [f"The {self.goal} {noun}{within}: {size}{speed}. Tried:", *batch_lines(tried, noun)]
-        reason = f"the {self.goal} of {count} tried{speed}"
+        lines = [f"The {noun}{within}: {size}, {reason}.", *batch_lines(tried, noun)]
         self.display.say(f"{noun} {size}: {reason}", style="bold")
         shared = sum(t["overlapped"] for t in tried)
         if shared and self.goal == "fastest":

@@ -69,6 +69,18 @@ def test_ladder_adds_one_a_row():
     assert counts == [1, 2, 3, 4] and baseline == "demo/fp32" and list(found)[-1] == "demo/compile"
 
 
+@pytest.mark.parametrize("plan", ["one-at-a-time", "pairs", "ladder"])
+def test_what_a_plan_adds_is_the_switch_and_not_the_batch(plan: str):
+    """A larger batch of the recipe that the switches come from would be credited to each of them."""
+    found, baseline = rows(plan, "finetune/compile_larger_batch")
+    made = [r for r in found.values() if r.name != "finetune/compile_larger_batch"]
+    assert len(made) > 3 and {(r.batch_size, r.learning_rate) for r in made} == {
+        (found[baseline].batch_size, found[baseline].learning_rate)
+    }
+    if plan == "ladder":
+        assert found["finetune/compile_larger_batch"].batch_size > found[baseline].batch_size
+
+
 def test_ladder_of_recipes_starts_with_a_baseline_from_outside():
     recipes = [load("demo/bf16"), load("demo/compile")]
     found, baseline = expand("ladder", recipes, load("demo/fp32"))

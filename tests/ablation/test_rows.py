@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from composer_speedups import registry
-from composer_speedups.ablation.charts import _speeds
+from composer_speedups.ablation.charts import _speeds, charts
 from composer_speedups.ablation.rows import REGROUPING, build_rows
 from composer_speedups.ablation.store import Run
-from composer_speedups.ablation.tables import csv_table, drift_lines, latex_table, markdown_table, notes, sentence
+from composer_speedups.ablation.tables import cell, csv_table, drift_lines, latex_table, markdown_table, notes, sentence
 from composer_speedups.speedup import Stage
 
 
@@ -110,6 +110,42 @@ def test_the_headline_names_no_row_with_a_flaw(flaw: str) -> None:
     assert ("shared the machine" in said) == (flaw == "shared")
     assert ("best †" in markdown_table(rows)) == ("dagger" in latex_table(rows)) == (flaw == "shared")
     assert ("best *" in markdown_table(rows)) == (flaw == "idle")
+
+
+@pytest.mark.parametrize("flaw", ["idle", "failed"])
+def test_a_flawed_row_alone_is_named_with_its_flaw(flaw: str) -> None:
+    runs = [run(name, s, v + 0.1 * s, None) for s in (1, 2, 3, 4) for name, v in (("base", 100.0), ("best", 200.0))]
+    for one in (r for r in runs if r.recipe == "best"):
+        if flaw == "idle":
+            one.result["evidence"] = {"fused_adamw": {"changed": 0}}
+        elif one.seed == 4:
+            one.status, one.reason = "out_of_memory", "no room"
+    rows = build_rows({"base": {}, "best": {}}, runs, "base")
+    why = "fused_adamw changed nothing in it" if flaw == "idle" else "1 of 4 seeds failed"
+    assert sentence(rows).startswith("No recipe without a flaw") and sentence(rows).endswith(f", but {why}.")
+    assert why.removesuffix(" in it") in cell(rows[1], "verdict")
+
+
+def test_a_baseline_that_failed_is_no_lack_of_seeds() -> None:
+    runs = [run(name, seed, 100.0, None) for seed in (1, 2, 3) for name in ("base", "other")]
+    for one in (r for r in runs if r.recipe == "base" and r.seed > 1):
+        one.status, one.reason = "out_of_memory", "no room"
+    rows = build_rows({"base": {}, "other": {}}, runs, "base")
+    assert sentence(rows).startswith("No verdict: 2 of 3 seeds failed of the baseline") and "--retry" in sentence(rows)
+    assert not any("run 3 or more" in line for line in notes(rows))
+
+
+def test_what_diverged_beats_nobody() -> None:
+    """Neither on the line of those that no other beats, nor as a bar in the colour of the faster."""
+    runs = [run(name, s, v + 0.1 * s, None) for s in (1, 2, 3) for name, v in (("base", 100.0), ("wild", 300.0))]
+    for one in runs:
+        one.result["peak_memory_bytes"] = 10**9
+        if one.recipe == "wild":
+            one.result |= {"finite": False, "final_loss": None}
+    pictures = charts(build_rows({"base": {}, "wild": {}}, runs, "base"), runs)
+    for name, kind in (("speed_memory", "dot"), ("speedups", "box")):
+        shapes = [s for found, s in pictures[name]._shapes if found == kind and s["hint"].startswith("wild: ")]
+        assert [s["colour"] for s in shapes] == ["same"] and shapes[0].get("hollow", True)
 
 
 def test_a_baseline_measured_once_shows_no_drift() -> None:

@@ -198,6 +198,31 @@ def test_a_loss_that_is_not_finite_is_unstable_whatever_else():
     assert (found.verdict, found.stable) == ("unstable", False)
 
 
+def test_a_baseline_that_diverged_is_no_measure_of_quality():
+    good = {s: {"finite": True, "final_loss": 4.0, "eval_accuracy": 0.1} for s in range(3)}
+    lost = {s: {"finite": False, "final_loss": None, "eval_accuracy": None} for s in (1, 2)}
+    found = compare_quality(good, {0: {"finite": True, "final_loss": 1.0, "eval_accuracy": 0.9}} | lost)
+    assert (found.verdict, found.stable) == ("not judged", None) and "seed 1, 2" in found.note
+
+
+def test_what_only_one_seed_measured_is_open():
+    base = {s: {"finite": True, "final_loss": 0.5, "eval_accuracy": 0.9} for s in range(3)}
+    part = base | {s: base[s] | {"eval_accuracy": None} for s in (1, 2)}
+    found = compare_quality(part, base)
+    assert (found.verdict, found.stable) == ("quality not shown to hold", None)
+    assert found.note == "accuracy was measured with one seed only; about 3 seeds would tell"
+
+
+def test_how_many_seeds_would_show_a_loss_of_quality():
+    """Worse by four points in the mean, where one is allowed: more of the same show that it is lost."""
+    base = {s: {"finite": True, "eval_accuracy": 0.9} for s in range(9)}
+    found = [0.90, 0.84, 0.82, 0.86, 0.88, 0.84, 0.86, 0.87, 0.85]
+    worse = {s: {"finite": True, "eval_accuracy": accuracy} for s, accuracy in enumerate(found)}
+    few = compare_quality({s: worse[s] for s in range(3)}, base)
+    assert few.verdict == "quality not shown to hold" and few.seeds_needed is not None and few.seeds_needed <= 9
+    assert compare_quality(worse, base).verdict == "unstable"
+
+
 def test_one_seed_leaves_quality_open():
     run = {0: {"finite": True, "final_loss": 0.5, "eval_accuracy": 0.9}}
     found = compare_quality(run, run)

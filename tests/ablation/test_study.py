@@ -210,7 +210,7 @@ def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path: Path, ki
     recipes = [fakes.Recipe(n, seconds=0.2, diary=str(tmp_path / "diary")) for n in ("base", "fast", "slow")]
     seeds = list(range(1, seeds + 1))
     rng = random.Random(5)
-    kept: set[tuple[str, int]] = set()
+    kept: dict[tuple[str, int], tuple[int, float | None]] = {}
     for _ in range(kills):
         process = start(tmp_path / "out", recipes, seeds)
         time.sleep(rng.uniform(0.3, 2.5))
@@ -219,8 +219,8 @@ def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path: Path, ki
         if not (tmp_path / "out" / "runs.sqlite").exists():
             continue
         with Store(tmp_path / "out" / "runs.sqlite") as store:
-            now = {(run.recipe, run.seed) for run in store.runs() if run.status == "ok"}
-        assert kept <= now, "a finished run was lost"
+            now = {(r.recipe, r.seed): (r.attempts, r.started) for r in store.runs() if r.status == "ok"}
+        assert kept.items() <= now.items(), "a finished run was lost, or made again"
         kept = now
     wait_for(lambda: not processes(str(tmp_path)), 10)
     result, _ = study(tmp_path / "out", recipes, seeds)
@@ -228,6 +228,8 @@ def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path: Path, ki
         (recipe.name, seed) for recipe in recipes for seed in seeds
     }
     assert len(result.findings.runs) == 3 * len(seeds)
+    made = {(r.recipe, r.seed): (r.attempts, r.started) for r in result.findings.runs}
+    assert kept.items() <= made.items(), "a finished run was made again"
     whole, _ = study(tmp_path / "whole", recipes, seeds)
     drop = {"warmup_steps"}
     for one, other in zip(result.findings.rows, whole.findings.rows, strict=True):
@@ -304,6 +306,67 @@ def test_a_damaged_store_is_refused_and_left_alone(tmp_path: Path, damage: str):
     with pytest.raises(StoreError, match="--out"):
         study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")])
     assert before is None or path.read_bytes() == before
+
+
+@pytest.mark.parametrize("table", ["study", "recipes", "environments"])
+def test_a_flipped_bit_beside_the_runs_is_seen(tmp_path: Path, table: str):
+    path = tmp_path / "runs.sqlite"
+    study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")])
+    column = {"study": "value", "recipes": "resolved", "environments": "facts"}[table]
+    with sqlite3.connect(path) as db:
+        text = db.execute(f"SELECT {column} FROM {table} ORDER BY length({column}) DESC").fetchone()[0].encode()
+    whole = path.read_bytes()
+    start = whole.index(text)
+    for at in range(start, start + len(text), max(1, len(text) // 8)):
+        data = bytearray(whole)
+        data[at] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(StoreError, match="is damaged"):
+            Store(path, create=False)
+    path.write_bytes(whole)
+    Store(path, create=False).close()
+
+
+def test_a_study_of_an_earlier_version_is_read(tmp_path: Path):
+    """It has no digest of what is beside the runs."""
+    study(tmp_path, [fakes.Recipe("base")])
+    with sqlite3.connect(tmp_path / "runs.sqlite") as db:
+        db.execute("DELETE FROM study WHERE key = 'digest'")
+    with Store(tmp_path / "runs.sqlite") as store:
+        assert "digest" not in store.study() and len(store.runs()) == 1
+        store.note(more=1)
+    with sqlite3.connect(tmp_path / "runs.sqlite") as db:
+        assert db.execute("SELECT count(*) FROM study WHERE key = 'digest'").fetchone() == (1,)
+
+
+def test_outputs_that_cannot_be_written_cost_no_run(tmp_path: Path):
+    """As on a disk that is full, or with a file that another user owns: here a folder is in the table's place."""
+    (tmp_path / "table.csv").mkdir(parents=True)
+    recipes = [fakes.Recipe("base"), fakes.Recipe("fast")]
+    with pytest.raises(UserError, match=r"cannot write into .*All runs are in its runs\.sqlite"):
+        study(tmp_path, recipes, [1, 2])
+    (tmp_path / "table.csv").rmdir()
+    result, text = study(tmp_path, recipes, [1, 2])
+    assert "Nothing left to run" in text and len(result.findings.runs) == 4 and (tmp_path / "table.csv").is_file()
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        with Store(disk / "runs.sqlite") as store:
+            store.begin({"name": "x", "baseline": "base", "created": 0}, [("base", {})])
+            store.plan(interleave(["base"], [1]))
+            run = store.claim()
+            assert run is not None
+            with pytest.raises(StoreError, match=r"cannot write .*full.*run the same command"):
+                store.finish(run, "ok", "", {"samples_per_second": 1.0}, "a long log " * 100_000)
+            assert store.finish(run, "ok", "", {"samples_per_second": 1.0}, "a short one")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_wrong_recipe_is_told_before_anything_runs(tmp_path: Path):

@@ -358,8 +358,8 @@ def test_cuda_graphs_draw_new_masks() -> None:
 def test_waits_for_nothing_on_the_gpu() -> None:
     inputs = case((256, 64), BF16, device="cuda")
     dropout_add_norm(*inputs, 0.5).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         dropout_add_norm(*inputs, 0.5).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -146,6 +147,25 @@ def test_padded_path_matches(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=16 * ulp, atol=16 * ulp)
     for x, y in zip(torch.autograd.grad(out, (q, k, v), gradient), want, strict=True):
         torch.testing.assert_close(x, y, rtol=32 * ulp, atol=32 * ulp)
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [((8, 0), "aten flash"), ((7, 5), "padded sdpa")])
+def test_choosing_the_kernel_breaks_no_graph(capability, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the choice asks the device, and whether flash-attn is there: in the graph of every layer."""
+
+    class OnGpu:
+        device, dtype, shape = torch.device("cuda", 0), torch.bfloat16, (9, 2, 64)
+
+    monkeypatch.setattr(module, "_KNOWN", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it raises ImportError
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        return x + len(attention_kernel(OnGpu))
+
+    assert int(chosen(torch.zeros(()))) == len(kernel)
+    assert attention_kernel(OnGpu) == kernel
 
 
 def test_compiled_code_calls_one_opaque_operation(monkeypatch: pytest.MonkeyPatch) -> None:
