@@ -291,7 +291,7 @@ def _first(
     if can.get("unpadding") and family in (None, *unpadding.FAMILIES):
         yield "unpadding", {}, "no work on padding; pays where texts differ in length"
     elif can.get("length_grouped_batches"):
-        yield "length_grouped_batches", {}, "less padding; pays where texts differ in length and padding is dynamic"
+        yield "length_grouped_batches", {}, "less padding; pays where texts differ in length. Compare the quality, too"
     if can.get("fast_dropout") and environment["hardware"] == "cpu":
         yield "fast_dropout", {}, "torch draws dropout masks with one thread; other masks, the same statistics"
     if can["torch.compile"]:
