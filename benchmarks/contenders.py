@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from composer.core import Callback
 
 from composer_speedups import registry
 from composer_speedups.compilation import compile_statistics, use_cache
@@ -139,8 +141,8 @@ def _ours(job: Job) -> Result:
     short = job.recipe.model_copy(update={"duration": f"{job.steps}ba", "evaluate": False})
     # A study leaves out what Composer does between two batches, as it may evaluate there. Here it does not, and the
     # others' steps are counted from end to end.
-    Measurement.before_dataloader = Measurement.epoch_start = lambda *_: None
-    result = run(short, seed=job.seed)
+    with patch.multiple(Measurement, before_dataloader=Callback.before_dataloader, epoch_start=Callback.epoch_start):
+        result = run(short, seed=job.seed)
     return {
         "seconds": result.step_seconds,
         "losses": result.losses,

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks import limits, peers
@@ -26,7 +27,7 @@ from benchmarks.harness import new_folder
 from composer_speedups.hardware import hardware
 
 _TESTS = 150  # seconds that the tests may take
-_FAILED = re.compile(r"(?:FAILED|ERROR) \S+::\S+")
+_FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _ROOT = Path(__file__).parents[1]
 
 
@@ -64,7 +65,8 @@ def _limits(out: Path, deadline: float) -> bool:
         return False
     finally:
         if hardware() == "cuda":
-            torch.cuda.empty_cache()  # or this process would keep gigabytes from the training runs
+            with suppress(RuntimeError):  # an error of the device, of which these lines have told already
+                torch.cuda.empty_cache()  # or this process would keep gigabytes from the training runs
     return True
 
 

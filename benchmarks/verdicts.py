@@ -2,9 +2,9 @@
 
 - A/A: the same recipe under two names, twenty studies of three seeds. It may claim a difference in one of them.
   That tests the speeds: equal seeds make equal losses, so there is no quality to be wrong about.
-- Planted slow-downs: recipes that sleep for a tenth and for half of each step. Whether three seeds can show the
+- Planted slow-downs: recipes that sleep for a tenth and for half of each step, five seeds. Whether these can show the
   first depends on the machine's noise (its interval says so); the second must be found.
-- A planted loss of quality: a recipe whose learning rate is a hundred times what it should be.
+- A planted loss of quality: a recipe whose learning rate is a hundred times what it should be, five seeds.
 
 The machine may do other things meanwhile: that is what a user's does.
 """
@@ -28,6 +28,7 @@ from composer_speedups.recipes import Recipe, load_recipe
 __all__ = ["run", "train"]
 
 _SEEDS = (17, 18, 19)
+_PLANTED_SEEDS = (17, 18, 19, 20, 21)
 _SLEEPS = {"slept_a_tenth": 0.1, "slept_half": 0.5}  # name of the recipe: share of a step
 _QUALITY_LOST = ("unstable", "quality not shown to hold")
 # Small enough for two seconds a run; large enough to learn something in it.
@@ -72,14 +73,14 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
         print(*lines[-1], sep=" | ", flush=True)
     studies, slept = len(lines), {}
     for name, share in _SLEEPS.items():
-        slept[name] = _study(folder, name, base, _named(base, name))
+        slept[name] = _study(folder, name, base, _named(base, name), _PLANTED_SEEDS)
         lines.append(_line(f"sleeps for {share:.0%} of a step", slept[name]))
     wild = _named(base, "wild").model_copy(update={"learning_rate": 100 * base.learning_rate})
-    planted = slept | {"wild": _study(folder, "wild", base, wild)}
+    planted = slept | {"wild": _study(folder, "wild", base, wild, _PLANTED_SEEDS)}
     lines.append(_line("a hundred times the learning rate", planted["wild"]))
     heading = (
         f"{studies} A/A studies of {len(_SEEDS)} seeds claimed a difference {claims} times (in speed: equal seeds make "
-        f"equal losses). {_planted(planted)} Runs of {batches} steps of a small BERT."
+        f"equal losses). {_planted(planted)} {len(_PLANTED_SEEDS)} seeds each. Runs of {batches} steps of a small BERT."
     )
     return markdown(folder, heading, ("study", "speed-up", "interval", "speed", "quality"), lines)
 
@@ -106,11 +107,11 @@ def _named(recipe: Recipe, name: str) -> Recipe:
     return recipe.model_copy(update={"name": name})
 
 
-def _study(folder: Path, name: str, base: Recipe, other: Recipe) -> dict[str, Any]:
+def _study(folder: Path, name: str, base: Recipe, other: Recipe, seeds: tuple[int, ...] = _SEEDS) -> dict[str, Any]:
     """The row of `other` in a study against `base`."""
     console = Console(file=io.StringIO())
     result = run_study(
-        [_named(base, "base"), other], seeds=_SEEDS, out=folder / "studies" / name, name=name, console=console,
+        [_named(base, "base"), other], seeds=seeds, out=folder / "studies" / name, name=name, console=console,
         entries=_ENTRIES, inspect=False,
     )  # fmt: skip
     row = next(row for row in result.findings.rows if row["recipe"] == other.name)

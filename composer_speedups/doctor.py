@@ -111,7 +111,7 @@ def memory_need(
     length: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Need:
-    """The memory by kind of a step, from shapes alone: nothing is downloaded but a configuration, nothing runs.
+    """The memory by kind of a step, from shapes alone: nothing is trained, and no weights are loaded.
 
     Args:
         model: the folder of a Hugging Face model, or its name; None is the recipe's, or BERT-base.
@@ -154,7 +154,9 @@ def memory_need(
             fixed = chosen.task.padding == "max_length"
             found = predict(chosen, length=chosen.task.max_length if fixed else None, lengths=lengths, device=device)
         if free is not None:
-            largest = largest_batch(chosen, free)
+            # With the texts' own lengths where they count: as many tokens as rows of their mean have.
+            mean = None if lengths is None else round(sum(lengths) / len(lengths))
+            largest = largest_batch(chosen, free, length=mean)
             # It looks at multiples of eight only: the size that was asked for may lie above the last one that fits.
             largest = max(largest, rows) if found.peak <= free else largest
     except UserError:

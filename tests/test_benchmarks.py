@@ -260,9 +260,10 @@ def test_tests_that_failed_before_the_time_was_over_are_named() -> None:
         "[gw0] [ 10%] FAILED tests/a.py::test_x[cuda-1] ",
         "[gw1] [ 12%] PASSED tests/a.py::test_FAILED",
         "ERROR tests/b.py::test_y - RuntimeError: no",
+        "ERROR tests/c.py - ImportError: no",
     ]
     found = [match.group(0) for line in lines if (match := gpu._FAILED.search(line))]
-    assert found == ["FAILED tests/a.py::test_x[cuda-1]", "ERROR tests/b.py::test_y"]
+    assert found == ["FAILED tests/a.py::test_x[cuda-1]", "ERROR tests/b.py::test_y", "ERROR tests/c.py"]
 
 
 def test_kernels_run_and_leave_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

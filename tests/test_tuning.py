@@ -173,14 +173,16 @@ def test_the_limit_is_kept_and_not_run_into():
 
 
 def test_the_reason_names_what_was_measured():
-    tried = [
-        {"size": s, "samples_per_second": v} for s, v in ((32, 95.0), (32, 91.0), (64, 97.0), (64, None), (16, 60.0))
-    ]
+    found = ((32, 95.0), (32, 91.0), (64, 97.0), (16, 60.0))
+    tried = [{"size": size, "samples_per_second": speed, "status": "ok"} for size, speed in found]
     assert batch_reason(tried, 64, "fastest") == "the fastest of 3 tried, 97.0 samples/s"
     assert batch_reason(tried, 32, "fastest") == (
         "as fast as the fastest of 3 tried (64: 97.0 samples/s) within the noise of these tries, and nearer to the old "
         "one, 93.0 samples/s"
     )
+    tried.append({"size": 128, "samples_per_second": 120.0, "status": "over_limit"})
+    assert batch_reason(tried, 64, "fastest") == "the fastest of 4 tried, 97.0 samples/s"
+    tried.pop()
     assert batch_reason(tried, 32, "largest") == "the largest of 3 tried, 93.0 samples/s"
 
 

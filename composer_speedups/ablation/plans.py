@@ -1,7 +1,7 @@
 """Which recipes a study compares: those asked for, or what a plan makes of them.
 
 - `ladder`: the recipes as they are listed; of one recipe, its speed-ups added one after the other, and at the end
-  the recipe itself, with its own batch and learning rate.
+  the recipe itself, with its own batch, microbatch and learning rate.
 - `leave-one-out`: one recipe, and the same without each of its speed-ups. It is the baseline itself: a row
   at 0.80x says that the speed-up left out brings a factor of 1.25 on top of the others.
 - `one-at-a-time`: the baseline, and the baseline with each speed-up alone.
@@ -84,7 +84,12 @@ def equal_batch(recipes: Sequence[Recipe], baseline: Recipe, untuned: Sequence[R
     same = {name: getattr(baseline, name) for name in _TUNED}
     for recipe, source in zip(recipes, untuned or recipes, strict=True):
         rows.append(recipe)
-        if any(getattr(recipe, name) != value for name, value in same.items()):
+        if any(getattr(recipe, name) != value for name, value in same.items()) and not any(
+            other.name.startswith(f"{baseline.name}+")
+            and other.speedups == source.speedups
+            and all(getattr(other, name) == value for name, value in same.items())
+            for other in recipes  # a ladder of one recipe has that row already
+        ):
             words = f"{source.description or _last(source.name)}, batch and LR of {_last(baseline.name)}"
             changes = same | {"name": f"{recipe.name.removesuffix('.tuned')}.equal_batch", "description": words}
             rows.append(_copy(source, published=None, **changes, **_counted_in_batches(source, baseline)))
@@ -96,7 +101,7 @@ def _counted_in_batches(recipe: Recipe, baseline: Recipe) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if recipe.duration.endswith("ba") and baseline.duration.endswith("ba"):
         changes["duration"] = baseline.duration
-    if recipe.schedule.warmup.endswith("ba"):
+    if recipe.schedule.warmup.endswith("ba") and changes.get("duration", recipe.duration) == baseline.duration:
         changes["schedule"] = recipe.schedule.model_copy(update={"warmup": baseline.schedule.warmup})
     return changes
 
@@ -129,7 +134,10 @@ def _ladder(recipes: Sequence[Recipe], baseline: Recipe) -> list[Recipe]:
         return [baseline, *recipes] if outside else list(recipes)
     target, taken, rows = recipes[0], {}, [baseline]
     switches = _switches(target, baseline)
-    for (key, arguments), label in zip(switches[:-1], _labels(switches)[:-1], strict=True):
+    # The recipe itself is the last row; with a batch or rate of its own it is a row more, so that no switch gets the
+    # credit for that.
+    steps = switches if any(getattr(target, n) != getattr(baseline, n) for n in _TUNED) else switches[:-1]
+    for (key, arguments), label in zip(steps, _labels(switches), strict=False):
         taken[key] = arguments
         suffix = f"+{key}" if len(taken) == 1 else f"+..+{key}"
         rows.append(_made(target, baseline, suffix, dict(taken), f"+ {label}"))

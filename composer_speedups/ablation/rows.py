@@ -114,9 +114,10 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "seeds": sorted(good),
         "failed": sorted(run.seed for run in _bad(runs)),
     }
-    middles = {key: median_interval(_values(results, key)) for key in _MEDIANS}
+    values = {key: _values(results, key) for key in _MEDIANS}
+    middles = {key: median_interval(found) for key, found in values.items()}
     row |= {key: middle[0] if middle else None for key, middle in middles.items()}
-    row["intervals"] = {key: [*middle[1:]] for key, middle in middles.items() if middle and len(results) > 1}
+    row["intervals"] = {key: [*middle[1:]] for key, middle in middles.items() if middle and len(values[key]) > 1}
     if row["peak_memory_bytes"] is not None:
         row["peak_memory_bytes"] = round(row["peak_memory_bytes"])
     row |= _compiling(results)

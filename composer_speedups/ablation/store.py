@@ -337,8 +337,11 @@ class Store:
                         self._prepare()
                     return
                 except sqlite3.OperationalError as error:
+                    code = getattr(error, "sqlite_errorcode", None)
+                    if code is None:  # Python's own: what should be text is none
+                        raise self._damaged(error) from error
                     # SQLite does not wait when two processes switch a new file to WAL at once.
-                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or attempt == 99:
+                    if code & 0xFF != sqlite3.SQLITE_BUSY or attempt == 99:
                         raise
                     time.sleep(0.05)
         except BaseException:
@@ -372,7 +375,7 @@ class Store:
                 "SELECT position, owner, claimed_until, attempts, environment, started, finished FROM runs LIMIT 0"
             )
             seal = self._db.execute("SELECT value FROM study WHERE key = ?", (_SEAL,)).fetchone()
-            if seal is not None and seal[0] != self._facts_digest():  # none in studies of earlier versions
+            if seal is not None and seal[0] != _dump(self._facts_digest()):  # none in studies of earlier versions
                 raise self._damaged("the record of the study, its recipes and environments is not what was written")
             try:
                 self.study(), self.recipes(), self.environments()
@@ -394,7 +397,14 @@ class Store:
 
     def _seal(self, db: sqlite3.Connection) -> None:
         """Keep a digest of all that is not a run: in the transaction that has changed it."""
-        db.execute("INSERT OR REPLACE INTO study VALUES (?, ?)", (_SEAL, self._facts_digest()))
+        for table in ("study", "recipes", "environments"):
+            # A process of an earlier version, at the same study, writes without it: better none than a stale one.
+            when = f"WHEN NEW.key != '{_SEAL}'" if table == "study" else ""
+            db.execute(
+                f"CREATE TRIGGER IF NOT EXISTS unsealed_by_{table} AFTER INSERT ON {table} {when} "
+                f"BEGIN DELETE FROM study WHERE key = '{_SEAL}'; END"
+            )
+        db.execute("INSERT OR REPLACE INTO study VALUES (?, ?)", (_SEAL, _dump(self._facts_digest())))
 
     def _facts_digest(self) -> str:
         content = [

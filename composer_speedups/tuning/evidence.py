@@ -48,8 +48,9 @@ def batch_reason(trials: Sequence[Mapping[str, Any]], size: int, goal: str) -> s
         goal: `largest` or `fastest`.
     """
     found: dict[int, list[float]] = {}
+    refused = {trial["size"] for trial in trials if trial["status"] != "ok"}
     for trial in trials:
-        if trial["samples_per_second"]:
+        if trial["samples_per_second"] and trial["size"] not in refused:
             found.setdefault(trial["size"], []).append(trial["samples_per_second"])
     speeds = {tried: statistics.median(values) for tried, values in found.items()}
     count = len({trial["size"] for trial in trials})

@@ -78,7 +78,17 @@ def test_what_a_plan_adds_is_the_switch_and_not_the_batch(plan: str):
         (found[baseline].batch_size, found[baseline].learning_rate)
     }
     if plan == "ladder":
-        assert found["finetune/compile_larger_batch"].batch_size > found[baseline].batch_size
+        target = found["finetune/compile_larger_batch"]
+        assert target.batch_size > found[baseline].batch_size and made[-1].speedups == target.speedups
+        again = equal_batch(list(found.values()), found[baseline])
+        assert [r.name for r in again] == list(found), "the row before the last is the recipe at the baseline's batch"
+
+
+def test_a_warm_up_in_batches_is_the_baselines_only_with_its_duration():
+    baseline = load("demo/fp32", "duration=1ep", "schedule.warmup=100ba")
+    source = load("demo/bf16", "duration=50ba", "schedule.warmup=10ba")
+    found, _ = expand("one-at-a-time", [source], baseline)
+    assert (found[1].duration, found[1].schedule.warmup) == ("50ba", "10ba")
 
 
 def test_ladder_of_recipes_starts_with_a_baseline_from_outside():

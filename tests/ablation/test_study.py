@@ -319,7 +319,7 @@ def test_a_flipped_bit_beside_the_runs_is_seen(tmp_path: Path, table: str):
     start = whole.index(text)
     for at in range(start, start + len(text), max(1, len(text) // 8)):
         data = bytearray(whole)
-        data[at] ^= 1
+        data[at] ^= 1 if at % 2 else 0x80  # the second makes it no text
         path.write_bytes(data)
         with pytest.raises(StoreError, match="is damaged"):
             Store(path, create=False)
@@ -337,6 +337,12 @@ def test_a_study_of_an_earlier_version_is_read(tmp_path: Path):
         store.note(more=1)
     with sqlite3.connect(tmp_path / "runs.sqlite") as db:
         assert db.execute("SELECT count(*) FROM study WHERE key = 'digest'").fetchone() == (1,)
+        # An earlier version, at the same study, writes without the digest, and reads every value as JSON.
+        assert [json.loads(value) for (value,) in db.execute("SELECT value FROM study")]
+        db.execute("INSERT OR REPLACE INTO study VALUES ('command', '\"of the earlier version\"')")
+        db.execute("INSERT OR IGNORE INTO environments (facts) VALUES ('{}')")
+    with Store(tmp_path / "runs.sqlite") as store:
+        assert store.study()["command"] == "of the earlier version" and len(store.environments()) == 2
 
 
 def test_outputs_that_cannot_be_written_cost_no_run(tmp_path: Path):
@@ -367,6 +373,19 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path):
             assert store.finish(run, "ok", "", {"samples_per_second": 1.0}, "a short one")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_study_is_not_gone_on_with_on_another_machine(tmp_path: Path):
+    study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")], [1])
+    with Store(tmp_path / "runs.sqlite") as store:
+        facts = next(iter(store.environments().values()))
+    with sqlite3.connect(tmp_path / "runs.sqlite") as db:  # as if the study had been begun with sixteen threads
+        db.execute("UPDATE environments SET facts = ?", (json.dumps(facts | {"threads": 16}),))
+        db.execute("DELETE FROM study WHERE key = 'digest'")
+    with pytest.raises(StoreError, match=r"another machine .*\(threads 16 there, 1 here\).*Choose another"):
+        study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")], [1, 2])
+    with Store(tmp_path / "runs.sqlite") as store:
+        assert [run.status for run in store.runs()].count("ok") == 2, "what was measured is kept"
 
 
 def test_a_wrong_recipe_is_told_before_anything_runs(tmp_path: Path):
