@@ -162,7 +162,12 @@ def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | No
             if best_place is None or cost < best_place[0]:
                 best_place = (cost, tx, ty, box)
         if best_place is not None:
-            taken.append(best_place[3])
+            box = best_place[3]
+            taken.append(box)
+            if _distance(box, (px, py)) > 12:  # a name that found no place beside its point is tied to it
+                end = (min(max(px, box[0]), box[2]), min(max(py, box[1]), box[3]))
+                part = 5 / math.dist((px, py), end)  # from the point's edge
+                drawing.line([(px + part * (end[0] - px), py + part * (end[1] - py)), end], "soft", 0.8)
             drawing.text(best_place[1], best_place[2], name, size=12, halo=True)
     return drawing
 
