@@ -173,6 +173,23 @@ def test_rows_have_short_names_and_no_speedup_that_another_leaves_nothing():
     assert rejected == {"mixed_precision": "excluded by matmul_precision.medium: 1.10x against 1.60x in the screening"}
 
 
+def test_rivals_within_the_noise_are_chosen_by_what_they_promise():
+    """Candidates come in that order: on a CPU the fused optimizer before the one that saves memory."""
+    from composer_speedups.recommend.choice import Screened
+
+    fused, foreach, bnb = (
+        {"name": f"{n}_adamw", "key": f"{n}_adamw", "arguments": {}, "slot": "optimizer", "stage": "OPTIMIZER"}
+        for n in ("fused", "foreach", "bnb")
+    )
+    rows, rejected = final_rows(plain(), Screened(kept=[(fused, 1.09), (foreach, 1.03), (bnb, 1.10)]))
+    assert rows[1].speedups == PLAIN | {"fused_adamw": {}}
+    noise = "in the screening, no more than the noise of one run"
+    assert rejected["bnb_adamw"] == f"excluded by fused_adamw: 1.10x against 1.09x {noise}"
+    rows, rejected = final_rows(plain(), Screened(kept=[(fused, 1.05), (bnb, 1.20)]))
+    assert rows[1].speedups == PLAIN | {"bnb_adamw": {}}
+    assert rejected["fused_adamw"] == "excluded by bnb_adamw: 1.05x against 1.20x in the screening"
+
+
 def test_grouped_batches_are_judged_by_tokens():
     from composer_speedups.recommend.choice import screen
 

@@ -15,6 +15,7 @@ __all__ = ["PLAIN", "Answer", "Screened", "answer", "final_rows", "screen", "scr
 
 PLAIN = "plain"
 _GAIN = 1.03  # what a screening's one run must show to be studied; it judges nothing: that takes repeated runs
+_TIED = 0.95  # of the fastest: rivals above it are as fast, as far as one run can tell
 # What the second does leaves the first nothing to save, though each alone may gain.
 _TAKEN_OVER = {
     "matmul_precision": ("mixed_precision", "mixed_precision takes the matmuls over"),
@@ -120,17 +121,24 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
 def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Recipe], dict[str, str]]:
     """The plain recipe, all that helped together, and the next best choices; and what was left out for another.
 
-    Of those that exclude each other, or leave each other nothing, the faster is kept. What compiles gets a row of its
-    own, as its start takes time.
+    Of those that exclude each other, or leave each other nothing, the faster is kept; within the noise of one run, the
+    one that promises most. What compiles gets a row of its own, as its start takes time.
     """
     best: dict[str, tuple[Candidate, float]] = {}
     rejected: dict[str, str] = {}
+    most_in: dict[str, float] = {}
+    for one, gain in screened.kept:
+        most_in[one["slot"]] = max(gain, most_in.get(one["slot"], 0.0))
+    for one, gain in screened.kept:  # in the order of what they promise
+        if gain >= _TIED * most_in[one["slot"]]:
+            best.setdefault(one["slot"], (one, gain))
     for one, gain in sorted(screened.kept, key=lambda pair: -pair[1]):
-        taken = best.setdefault(one["slot"], (one, gain))
-        if taken[0] is not one:
-            other, more = taken
-            rejected[one["name"]] = f"excluded by {other['name']}: {gain:.2f}x against {more:.2f}x in the screening"
-    members = list(best.values())  # the largest gain first
+        other, more = best[one["slot"]]
+        if other is not one:
+            tied = ", no more than the noise of one run" if gain >= _TIED * more else ""
+            words = f"excluded by {other['name']}: {gain:.2f}x against {more:.2f}x in the screening{tied}"
+            rejected[one["name"]] = words
+    members = sorted(best.values(), key=lambda pair: -pair[1])  # the largest gain first
     gains = {c["key"]: gain for c, gain in members}
     for one, _ in list(members):
         over, why = _TAKEN_OVER.get(one["key"], ("", ""))
