@@ -270,7 +270,7 @@ def _break_even(row: Row, name: str) -> str:
     against = short_names([row["recipe"], row["break_even_against"]])[1] if row.get("break_even_against") else ""
     seconds = f"{name}: compile took {row['compile_seconds']:.1f} s"
     if row.get("compile_cached"):
-        seconds += " with a filled cache (a first run takes longer)"
+        seconds += " with a cache that held its graphs (a first run may take longer)"
     elif row.get("compile_seconds_warm"):
         seconds += f" the first time, and {row['compile_seconds_warm']:.1f} s with the cache that left"
     if row.get("break_even_steps") is not None:
