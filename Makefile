@@ -11,7 +11,7 @@ PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist workst
 .PHONY: help setup setup-modern demo test test-modern test-all bench lint clean
 
 help:
-	@echo "make demo         fine-tune a small BERT with and without the speed-ups; prints the table (5 minutes on 2 cores)"
+	@echo "make demo         fine-tune a small BERT with and without the speed-ups; prints the table (5 to 6 minutes on 2 cores)"
 	@echo "make test         the tests, on the pinned stack"
 	@echo "make test-modern  the same tests on torch 2.11 and transformers 5 (Python 3.12)"
 	@echo "make bench        side-by-side measurements against what else one would use"
