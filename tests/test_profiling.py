@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from composer import Trainer
 from small import BatchDataset, bert_config
 from torch import nn
 
-from composer_speedups.kernels.fast_dropout import fast_dropout
-from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
+from composer_speedups.kernels import fast_dropout, varlen_attention
+from composer_speedups.kernels.varlen_attention import Lengths
 from composer_speedups.profiling import KINDS, StepProfiler, classify, profiled
 
 CPU = torch.device("cpu")
-SLOW = 0.03  # seconds
+# Seconds. Sleep is never shorter than asked for; and nothing else here takes as long, whatever else the machine does.
+SLOW = 0.2
 
 
 @torch.library.custom_op("planted::layer_norm", mutates_args=())
@@ -132,7 +134,7 @@ def test_the_parts_sum_to_the_step():
 def test_a_slow_operator_is_found_where_it_is():
     assert profile().seconds["norm"] < SLOW
     found = profile(slow_norm).seconds
-    # Its forward and its backward, which autograd's number ties to it. Sleep is never shorter than asked for.
+    # Its forward and its backward, which autograd's number ties to it.
     assert found["norm"] >= 2 * SLOW and max(found, key=found.get) == "norm"
 
 
@@ -169,16 +171,24 @@ def test_what_a_checkpoint_computes_again_is_of_its_own_kind():
     assert 0 < seconds["norm"] < SLOW and 0 < seconds["dropout"] < SLOW
 
 
-def test_own_kernels_on_the_cpu():
-    x, lengths = torch.randn(600, 4, 32, requires_grad=True), Lengths.of([200, 400])
+def test_own_kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    """Slow on purpose inside, forward and backward, where no operator of PyTorch runs."""
+
+    def slowly(module: ModuleType, name: str) -> None:
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: time.sleep(SLOW) or kernel(*args, **kwargs))
+
+    for name in ("_forward", "_backward"):
+        slowly(varlen_attention, name)
+    x, lengths = torch.randn(60, 4, 32, requires_grad=True), Lengths.of([20, 40])
     with profiled(CPU) as found:
-        varlen_attention(x, x, x, lengths, lengths, 0.1).sum().backward()
-    attention = found.profile.seconds
-    assert attention["attention"] > 0.5 * (found.profile.step - attention["loop"])
-    y = torch.randn(1 << 18, requires_grad=True)
+        varlen_attention.varlen_attention(x, x, x, lengths, lengths, 0.1).sum().backward()
+    assert found.profile.seconds["attention"] >= 2 * SLOW
+    slowly(fast_dropout, "_native" if fast_dropout.native() else "_by_torch")
+    y = torch.randn(1000, requires_grad=True)
     with profiled(CPU) as found:
-        fast_dropout(y, 0.1).backward(torch.ones(1 << 18))
-    assert found.profile.seconds["dropout"] > 0.3 * (found.profile.step - found.profile.seconds["loop"])
+        fast_dropout.fast_dropout(y, 0.1).backward(torch.ones(1000))
+    assert found.profile.seconds["dropout"] >= 2 * SLOW
 
 
 def test_in_composers_loop_the_optimizer_is_not_the_whole_step():
@@ -186,6 +196,7 @@ def test_in_composers_loop_the_optimizer_is_not_the_whole_step():
     from transformers import BertForSequenceClassification
 
     bert = BertForSequenceClassification(bert_config(hidden_size=64, intermediate_size=256))
+    bert.bert.register_forward_pre_hook(lambda *_: time.sleep(SLOW))
     profiler = StepProfiler(bert, steps=2)
     trainer = Trainer(
         model=HuggingFaceModel(bert, use_logits=True, metrics=[]),
@@ -201,6 +212,6 @@ def test_in_composers_loop_the_optimizer_is_not_the_whole_step():
     found = profiler.profile
     assert sum(found.seconds.values()) == pytest.approx(found.step, rel=1e-6)
     # Composer calls forward and backward inside optimizer.step(closure).
-    assert found.seconds["optimizer"] < 0.6 * found.step
+    assert found.step >= SLOW > found.seconds["optimizer"]
     assert {"matmul", "attention", "norm", "data", "loss and head", "loop"} <= set(found.seconds)
     assert not bert.classifier._forward_hooks and not bert.classifier._forward_pre_hooks, "the marks are gone"
