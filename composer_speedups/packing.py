@@ -8,7 +8,6 @@ them out again and ties them to the attention mask itself, so that they cannot b
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 
 from composer_speedups.kernels.varlen_attention import Lengths
 
-__all__ = ["COUNTS", "CountTokens", "Packing", "count_tokens", "counts_of", "hand_over"]
+__all__ = ["COUNTS", "CountTokens", "Packing", "check_multiple", "count_tokens", "counts_of", "hand_over"]
 
 COUNTS = "real_token_counts"  # the key in a batch
 _TIED = "_composer_speedups_counts"
@@ -25,35 +24,49 @@ _TIED = "_composer_speedups_counts"
 class Packing(NamedTuple):
     """How [rows, length] became [total]. Given to layers in place of an attention mask.
 
+    So that totals come again, they may be filled up with tokens of padding, which nobody reads: a sequence of their
+    own after the last row's.
+
     Attributes:
-        indices: [total] int64, positions of the real tokens in the flattened batch; None if all are real.
-        lengths: of the rows without padding.
+        indices: [total] int64, positions of the packed tokens in the flattened batch; None if all are real.
+        lengths: of the rows without padding, and after them, where totals are filled up, of the filling.
         rows: of the padded batch.
         length: of the padded rows.
+        real: how many of the packed tokens are real: the first.
     """
 
     indices: torch.Tensor | None
     lengths: Lengths
     rows: int
     length: int
+    real: int
 
     @classmethod
-    def of(cls, mask: torch.Tensor, counts: list[int]) -> Packing:
+    def of(cls, mask: torch.Tensor, counts: list[int], multiple_of: int = 1) -> Packing:
         """From a mask [rows, length] and how many of each row are not zero, without waiting for the device.
+
+        The total is filled up to a multiple of `multiple_of`, as far as there is padding.
 
         >>> Packing.of(torch.tensor([[1, 1, 0], [1, 0, 1]]), [2, 2]).indices
         tensor([0, 1, 3, 5])
+        >>> Packing.of(torch.tensor([[1, 1, 0], [1, 0, 0]]), [2, 1], multiple_of=4).indices
+        tensor([0, 1, 3, 2])
         """
         rows, length = mask.shape
-        lengths = Lengths.of([abs(count) for count in counts], mask.device)
-        total = sum(abs(count) for count in counts)
-        if total == mask.numel():
-            return cls(None, lengths, rows, length)
-        real = mask.flatten() != 0
+        sizes = [abs(count) for count in counts]
+        real = sum(sizes)
+        filling = min(-real % multiple_of, mask.numel() - real)
+        lengths = Lengths.of(sizes if multiple_of == 1 else [*sizes, filling], mask.device)
+        if real == mask.numel():
+            return cls(None, lengths, rows, length, real)
+        padding = mask.flatten() == 0
         if mask.device.type == "cpu":
-            return cls(real.nonzero().flatten(), lengths, rows, length)
-        # `nonzero` would wait to learn how many there are. A stable sort puts them first, in order.
-        return cls(real.logical_not().byte().argsort(stable=True)[:total], lengths, rows, length)
+            indices = padding.logical_not().nonzero().flatten()
+            if filling:
+                indices = torch.cat([indices, padding.nonzero().flatten()[:filling]])
+        else:  # `nonzero` would wait to learn how many there are. A stable sort puts the real ones first, in order.
+            indices = padding.byte().argsort(stable=True)[: real + filling]
+        return cls(indices, lengths, rows, length, real)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, length, ...] -> [total, ...]."""
@@ -63,18 +76,26 @@ class Packing(NamedTuple):
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """[total, ...] -> [rows, length, ...], with zeros for padding, to which no gradient flows."""
         if self.indices is not None:
-            x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy(0, self.indices, x)
+            zeros = x.new_zeros(self.rows * self.length, *x.shape[1:])
+            x = zeros.index_copy(0, self.indices[: self.real], x[: self.real])
         return x.unflatten(0, (self.rows, self.length))
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """[total, ...] -> [rows, ...], the first real token of each row; each row must have one."""
-        return x.index_select(0, self.lengths.cumulative[:-1])
+        return x.index_select(0, self.lengths.cumulative[: self.rows])
 
     def ones(self) -> Lengths:
-        """One token in each row: the lengths of what `first` returns."""
-        device = self.lengths.cumulative.device
-        cumulative = torch.arange(self.rows + 1, dtype=torch.int32, device=device)
-        return Lengths(cumulative, torch.ones(self.rows, dtype=torch.int32), 1)
+        """One token in each row, none of the filling: the lengths of what `first` returns."""
+        ends = torch.arange(len(self.lengths.cumulative), dtype=torch.int32, device=self.lengths.cumulative.device)
+        host = (torch.arange(len(self.lengths.host)) < self.rows).int()
+        return Lengths(ends.clamp(max=self.rows), host, 1)
+
+
+def check_multiple(multiple_of: int) -> int:
+    """`multiple_of`, if `Packing.of` can use it."""
+    if not isinstance(multiple_of, int) or isinstance(multiple_of, bool) or multiple_of < 1:
+        raise ValueError(f"multiple_of={multiple_of!r} is no number of tokens. Use 64, or 1 to fill nothing up")
+    return multiple_of
 
 
 def count_tokens(mask: torch.Tensor) -> list[int]:
@@ -121,8 +142,7 @@ class CountTokens:
             return False
         if loader.batch_sampler is None or getattr(loader, "_iterator", None) is not None:
             return False
-        with warnings.catch_warnings():
-            loader.collate_fn = CountTokens(loader.collate_fn)
+        loader.collate_fn = CountTokens(loader.collate_fn)
         return True
 
     @staticmethod

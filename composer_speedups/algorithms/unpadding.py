@@ -1,10 +1,10 @@
 """Unpadding: padding leaves before the embeddings, and every layer sees real tokens only.
 
 **Why it is faster.** A padded batch of lengths between 10 and 256 is about half padding, and all of it goes through
-every matmul, GELU, norm and dropout. Here the real tokens are packed once, as ids, into one row [total]; linear layers,
-norms and activations work on those, attention is variable-length, with queries, keys and values from one matmul (fewer
-launches on a GPU; on a CPU no gain by itself). Padding comes back where somebody looks: the pooler is given the first
-tokens only, `last_hidden_state` and masked language model logits are padded with zeros.
+every matmul, GELU, norm and dropout. Here the ids of real tokens are packed into one row [total]; all layers work on
+those, attention is variable-length, with queries, keys and values from one matmul. Padding comes back where somebody
+looks: the pooler is given the first tokens only, hidden states and masked language model logits are padded with zeros.
+Totals are filled up to a multiple of 64 with padding that nobody reads: oneDNN keeps kernels for every new one.
 
 **Numerics.** Attention over a sequence without its padding is the same sum in another order: outputs and all
 gradients equal the padded model's to rounding. Padding gets zeros for hidden states and logits, and no gradient.
@@ -13,8 +13,7 @@ Attention dropout drops with a multiple of 1/65536 on the CPU; masks differ from
 **When it pays.** The more padding, the more: about in proportion to it. On the CPU it pays without padding, too:
 PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches` takes the same padding away less
 completely and needs no knowledge of the model; with both the results are right, and grouping saves nothing. Under
-`TorchCompile` use `scope="block"`: the number of tokens is dynamic, so the first few batches compile and later ones
-do not.
+`TorchCompile` use `scope="block"`: the number of tokens is dynamic, so only the first few batches compile.
 
 **Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT or ELECTRA as encoders with absolute positions. It *is* the
 attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
@@ -41,7 +40,7 @@ from composer.loggers import Logger
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
-from composer_speedups.packing import CountTokens, Packing, counts_of, hand_over
+from composer_speedups.packing import CountTokens, Packing, check_multiple, counts_of, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked, mix_in
 
@@ -55,8 +54,12 @@ _HARMLESS = {"return_dict", "output_attentions", "output_hidden_states", "use_ca
 _PACKED = "_composer_speedups_packed"
 
 
-def apply_unpadding(model: torch.nn.Module) -> int:
+def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
     """Let every BERT-like encoder in `model` work on packed tokens, in place; return how many attention layers.
+
+    Args:
+        model: changed in place.
+        multiple_of: the packed tokens of a batch are filled up to a multiple of this, as far as there is padding.
 
     >>> from transformers import BertConfig, BertForSequenceClassification
     >>> config = BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=3, vocab_size=9)
@@ -70,6 +73,7 @@ def apply_unpadding(model: torch.nn.Module) -> int:
         owner = owners.get(id(encoder))
         anywhere = type(owner).__name__.endswith(_READ_ANYWHERE) and getattr(encoder, "pooler", None) is None
         mix_in(_UnpaddedAnywhere if anywhere else _Unpadded, encoder)
+        encoder.packed_multiple_of = check_multiple(multiple_of)
         for layer in encoder.encoder.layer:
             mix_in(_PackedAttention, layer.attention.self)
             count += 1
@@ -83,7 +87,7 @@ class Unpadding(SpeedUp):
     """Apply `apply_unpadding` at `Event.INIT`; let the DataLoaders count tokens while they collate.
 
     >>> Unpadding()
-    Unpadding()
+    Unpadding(multiple_of=64)
     """
 
     stage = Stage.ATTENTION
@@ -93,14 +97,14 @@ class Unpadding(SpeedUp):
         | {Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD}
     )
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, multiple_of: int = 64) -> None:
+        self.multiple_of = check_multiple(multiple_of)
 
     def install(self, state: State, logger: Logger) -> None:
         nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m))})
-        count = apply_unpadding(state.model)
-        families = f"no encoder of {', '.join(FAMILIES)} in the model"
-        self.report(logger, count, "; ".join(nothing) or families, counted_in_collator=False)
+        count = apply_unpadding(state.model, self.multiple_of)
+        nothing = nothing or [f"no encoder of {', '.join(FAMILIES)} in the model"]
+        self.report(logger, count, "; ".join(nothing), counted_in_collator=False)
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event in (Event.FIT_START, Event.EVAL_START):
@@ -196,7 +200,7 @@ class _Unpadded:
             counts = counts_of(mask)
         if not any(counts) or (not self.reads_anywhere and min(counts) <= 0):
             return _warn("a row's first position, which is read by the head, is padding")
-        return Packing.of(mask, counts)
+        return Packing.of(mask, counts, self.packed_multiple_of)
 
     def _positions(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the padded embeddings would use: RoBERTa and its kind count tokens that are not padding ids."""
