@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.surgery import mix_in
 
 __all__ = [
     "INDUCTOR_PRECOMPILES",
@@ -106,8 +107,8 @@ def make_sdpa(module: torch.nn.Module) -> None:
             if name in _set_in_init(new):
                 setattr(module, name, value)
         module.__class__ = new
-    elif not isinstance(module, _NoAttentionWeights) and not _falls_back(type(module)):
-        module.__class__ = _without_weights(type(module))
+    elif not _falls_back(type(module)):
+        mix_in(_NoAttentionWeights, module)
 
 
 def _falls_back(cls: type) -> bool:
@@ -164,9 +165,6 @@ class _NoAttentionWeights:
             )
         return super().forward(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol):  # the class below is made at run time: pickle its origin
-        return _rebuild, (type(self).__mro__[2],), self.__dict__
-
 
 def _weights_wanted(kwargs: dict) -> bool:
     """Whether the caller wants attention weights: by argument, or (GPT-2 in 5.x) only in the collector."""
@@ -175,15 +173,6 @@ def _weights_wanted(kwargs: dict) -> bool:
     if _COLLECTOR is None or torch.compiler.is_compiling():  # a compiled forward pass cannot read it
         return False
     return "attentions" in (_COLLECTOR.get() or ())
-
-
-@cache
-def _without_weights(cls: type) -> type:
-    return type(f"Sdpa{cls.__name__}", (_NoAttentionWeights, cls), {"__module__": cls.__module__})
-
-
-def _rebuild(cls: type) -> torch.nn.Module:
-    return _without_weights(cls).__new__(_without_weights(cls))
 
 
 # --- precision of float32 matrix products -------------------------------------------------------------

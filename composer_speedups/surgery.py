@@ -80,10 +80,10 @@ def override_methods(module: torch.nn.Module, names: tuple[str, ...], wrap: Wrap
 
 def overrides(module: torch.nn.Module) -> list[Wrap]:
     """Every `wrap` that `override_methods` put around methods of `module`, the outermost first."""
-    return [vars(c)["_override"][2] for c in type(module).__mro__ if "_override" in vars(c)]
+    return [wrap for _, make, (*_, wrap) in _layers(type(module)) if make is _overriding]
 
 
-@functools.cache
+@cache
 def _overriding(base: type, names: tuple[str, ...], wrap: Wrap) -> type:
     def method(name: str) -> Callable[..., Any]:
         old = getattr(base, name)
@@ -91,29 +91,8 @@ def _overriding(base: type, names: tuple[str, ...], wrap: Wrap) -> type:
         new.__signature__ = inspect.signature(old)  # for getfullargspec, which does not unwrap
         return new
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        # Pickle finds a class by its name, and would find `base`; deepcopy takes the same way.
-        maker, arguments, *rest = super(cls, self).__reduce_ex__(protocol)
-        if maker is not copyreg.__newobj__ or type(self) is not cls:
-            return (maker, arguments, *rest)
-        layers = [vars(c)["_override"] for c in reversed(cls.__mro__) if "_override" in vars(c)]
-        return (_remake, (layers[0][0], [layer[1:] for layer in layers]), *rest)
-
-    body = {name: method(name) for name in names} | {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__reduce_ex__": reduce,
-        "_override": (base, names, wrap),
-    }
-    cls = type(base)(base.__name__, (base,), body)
-    return cls
-
-
-def _remake(cls: type, layers: list[tuple[tuple[str, ...], Wrap]]) -> Any:
-    for names, wrap in layers:
-        cls = _overriding(cls, names, wrap)
-    return cls.__new__(cls)
+    layer = (base, _overriding, (names, wrap))
+    return type(base)(base.__name__, (base,), {name: method(name) for name in names} | _body(base, layer))
 
 
 def mix_in(mixin: type, module: torch.nn.Module) -> None:
@@ -124,40 +103,58 @@ def mix_in(mixin: type, module: torch.nn.Module) -> None:
     Hugging Face Trainer drop every column that is not among them; it pickles and copies.
     """
     if not isinstance(module, mixin):
-        module.__class__ = _mixed(mixin, type(module))
+        module.__class__ = _mixed(type(module), mixin)
 
 
 @cache
-def _mixed(mixin: type, cls: type) -> type:
-    def reduce(self, protocol):  # the class is made at run time: pickle what it is made of
-        mixins, base = [], type(self)
-        while "_mixture" in vars(base):
-            outer, base = vars(base)["_mixture"]
-            mixins.insert(0, outer)
-        return _rebuild, (base, *mixins), self.__dict__
-
-    body = {"__module__": cls.__module__, "__reduce_ex__": reduce, "_mixture": (mixin, cls)}
+def _mixed(base: type, mixin: type) -> type:
+    body = _body(base, (base, _mixed, (mixin,)))
     if hasattr(mixin, "forward"):
 
         def forward(self, *args, **kwargs):
             return mixin.forward(self, *args, **kwargs)
 
-        body["forward"] = functools.update_wrapper(forward, cls.forward)
-        forward.__signature__ = inspect.signature(cls.forward)  # for getfullargspec, which does not unwrap
-    return type(cls.__name__, (mixin, cls), body)
+        body["forward"] = functools.update_wrapper(forward, base.forward)
+        forward.__signature__ = inspect.signature(base.forward)  # for getfullargspec, which does not unwrap
+    return type(base)(base.__name__, (mixin, base), body)
 
 
-def _rebuild(cls: type, *mixins: type) -> torch.nn.Module:
-    for mixin in mixins:
-        cls = _mixed(mixin, cls)
+# Classes made at run time, by `override_methods` and `mix_in`, lie over each other in any order. Each knows what it
+# lies over, and what made it with which arguments.
+Layer = tuple[type, Callable[..., type], tuple[Any, ...]]
+
+
+def _layers(cls: type) -> list[Layer]:
+    """The classes made at run time over the stock one of `cls`, the outermost first."""
+    return [vars(c)["_layer"] for c in cls.__mro__ if "_layer" in vars(c)]
+
+
+def _body(base: type, layer: Layer) -> dict[str, Any]:
+    """What every such class has: the name of what it lies over, and how to pickle."""
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return named | {"__reduce_ex__": _reduce, "_layer": layer}
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle finds a class by its name, and would find the stock one: pickle what was laid over it, too."""
+    stock = stock_class(type(self))
+    maker, arguments, *rest = stock.__reduce_ex__(self, max(protocol, 2))
+    # The stock class may have a way of its own; and what somebody else laid over ours (FSDP does) is his to pickle.
+    if maker is not copyreg.__newobj__ or "_layer" not in vars(type(self)):
+        return (maker, arguments, *rest)
+    return (_remake, (stock, [layer[1:] for layer in reversed(_layers(type(self)))]), *rest)
+
+
+def _remake(cls: type, layers: list[tuple[Callable[..., type], tuple[Any, ...]]]) -> Any:
+    for make, arguments in layers:
+        cls = make(cls, *arguments)
     return cls.__new__(cls)
 
 
 def stock_class(cls: type) -> type:
-    """The class that `cls` was before `mix_in` put mixins in front of it."""
-    while "_mixture" in vars(cls):
-        cls = vars(cls)["_mixture"][1]
-    return cls
+    """The class that `cls` was before `override_methods` and `mix_in` laid others over it."""
+    layers = _layers(cls)
+    return layers[-1][0] if layers else cls
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

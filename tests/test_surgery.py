@@ -1,0 +1,40 @@
+"""Classes made at run time lie over each other, and still copy and pickle."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import permutations
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from composer_speedups import apply_gradient_checkpointing, apply_last_layer_subset, apply_mixed_precision
+from composer_speedups.surgery import overrides, repeated_blocks, stock_class
+
+# Two mixins and an override, two of them on the classifier itself and two on its last layer.
+SURGERIES = {
+    "override": lambda model: apply_mixed_precision(model, "bf16"),
+    "mixin": apply_last_layer_subset,
+    "checkpointing": apply_gradient_checkpointing,
+    "override of a layer": lambda model: apply_mixed_precision(model.bert.encoder.layer[-1], "bf16"),
+}
+
+
+@pytest.mark.parametrize("order", list(permutations(SURGERIES, 3)), ids=" ".join)
+def test_in_any_order_they_copy_and_pickle(order: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=64)
+    stock = BertForSequenceClassification(config).eval()
+    model, batch = copy.deepcopy(stock), {"input_ids": torch.randint(0, 64, (2, 7))}
+    for name in order:
+        assert SURGERIES[name](model)
+    with torch.no_grad():
+        expected = model(**batch).logits
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+            assert overrides(twin) == overrides(model)
+            assert torch.equal(twin(**batch).logits, expected)
+    assert all(stock_class(type(m)) is type(s) for m, s in zip(model.modules(), stock.modules(), strict=True))
+    assert len(repeated_blocks(model)) == 2
