@@ -14,7 +14,16 @@ import torch
 from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.errors import SpeedUpUnavailable
 
-__all__ = ["check_backend", "compile_statistics", "compiler", "missing_for_triton", "missing_tools", "use_cache"]
+__all__ = [
+    "check_backend",
+    "compile_statistics",
+    "compiler",
+    "missing_for_triton",
+    "missing_tools",
+    "triton_interpreted",
+    "use_cache",
+    "why_no_cuda",
+]
 
 
 def compile_statistics(since: CompileCounters | None = None) -> dict[str, int | float]:
@@ -95,8 +104,27 @@ def _compilers(device: torch.device) -> list[str]:
     return [os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")]
 
 
+def why_no_cuda(device: torch.device | None, instead: str) -> str | None:
+    """Why kernels for CUDA are of no use on `device` (None: on this machine), and what is; None if they are."""
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
+        return None
+    where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"
+    return f"it needs a CUDA device, and {where}; {instead}"
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton's interpreter stands in for the GPU, as in the tests (`TRITON_INTERPRET=1`)."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from composer_speedups.kernels.layer_norm import interpreted
+
+    return interpreted()
+
+
 def missing_for_triton() -> str | None:
-    """What Triton's kernels lack on this machine's GPU; None if nothing, or if there is no GPU: callers say that."""
+    """What Triton's kernels lack on this machine; None if nothing. That there is no GPU is for callers to say."""
+    if importlib.util.find_spec("triton") is None:
+        return "it needs the package triton, which is not installed; `pip install triton`"
     return missing_tools(torch.device("cuda")) if torch.cuda.is_available() else None
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.optimizers import OptimizerSpeedUp, become_torch
 
 __all__ = ["FusedAdamW", "apply_fused_adamw"]
@@ -35,17 +34,13 @@ def apply_fused_adamw(optimizer: Optimizer) -> int:
     0 if it was this already.
 
     Raises:
-        SpeedUpUnavailable: AdamW was made with `differentiable=True`, which the fused kernel cannot do.
+        SpeedUpUnavailable: AdamW was made with `differentiable=True`, which only the for-loop computes.
 
     >>> import torch
     >>> optimizer = torch.optim.AdamW([torch.zeros(3, requires_grad=True)], lr=1e-3)
     >>> apply_fused_adamw(optimizer), optimizer.param_groups[0]["fused"]
     (1, True)
     """
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise SpeedUpUnavailable(
-            "the fused kernel has no differentiable=True, which your AdamW sets. Use foreach_adamw."
-        )
     return become_torch(optimizer, **_FLAGS)
 
 

@@ -23,7 +23,6 @@ Source: the fused bias + GELU of Megatron-LM and of NVIDIA's MLPerf BERT, there 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import torch
@@ -32,7 +31,7 @@ from composer.core import State
 from composer.loggers import Logger
 from transformers.activations import GELUActivation
 
-from composer_speedups.compilation import missing_for_triton
+from composer_speedups.compilation import missing_for_triton, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels.fast_dropout import plain
 from composer_speedups.speedup import SpeedUp, Stage
@@ -87,13 +86,8 @@ class FusedBiasGELU(SpeedUp):
 
 
 def _unavailable(device: torch.device | None = None) -> str | None:
-    on_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
-    if not on_cuda and not _INTERPRETED:
-        where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"
-        return f"it needs a CUDA device, and {where}; PyTorch's GELU is as fast on a CPU: remove it"
-    if importlib.util.find_spec("triton") is None:
-        return "it needs the package triton, which is not installed; `pip install triton`"
-    return missing_for_triton()
+    cuda = None if _INTERPRETED else why_no_cuda(device, "PyTorch's GELU is as fast on a CPU: remove it")
+    return cuda or missing_for_triton()
 
 
 def _pattern(self, hidden_states: torch.Tensor) -> torch.Tensor:

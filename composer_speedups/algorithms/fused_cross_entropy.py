@@ -25,7 +25,6 @@ forward; online softmax, https://arxiv.org/abs/1805.02867.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from composer.core import State
 from composer.loggers import Logger
 from transformers import PreTrainedModel
 
-from composer_speedups.compilation import missing_for_triton
+from composer_speedups.compilation import missing_for_triton, triton_interpreted, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import override_methods, overrides
@@ -103,21 +102,8 @@ def _check(reuse_logits: bool) -> None:
 
 
 def _unavailable(device: torch.device | None = None) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "it needs the package triton, which is not installed; `pip install triton`"
-    if _interpreted():
-        return None
-    if not (torch.cuda.is_available() if device is None else device.type == "cuda"):
-        where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"
-        return f"it needs a CUDA device, and {where}; masked_token_head saves most of the same work everywhere"
-    return missing_for_triton()
-
-
-def _interpreted() -> bool:
-    """Triton's interpreter stands in for the GPU in the tests (`TRITON_INTERPRET=1`)."""
-    from composer_speedups.kernels.cross_entropy import interpreted
-
-    return interpreted()
+    instead = "masked_token_head saves most of the same work everywhere"
+    return (None if triton_interpreted() else why_no_cuda(device, instead)) or missing_for_triton()
 
 
 class _FusedLoss:
@@ -151,10 +137,10 @@ class _FusedLoss:
         return forward
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        from composer_speedups.kernels.cross_entropy import DTYPES, cross_entropy, interpreted
+        from composer_speedups.kernels.cross_entropy import DTYPES, cross_entropy
         from composer_speedups.kernels.fast_dropout import plain, shape_only
 
-        ours = logits.dtype in DTYPES and (logits.is_cuda or interpreted()) and not torch.compiler.is_compiling()
+        ours = logits.dtype in DTYPES and (logits.is_cuda or triton_interpreted()) and not torch.compiler.is_compiling()
         ours = ours and plain(logits) and not shape_only(logits)  # a dry run has no numbers to give a kernel
         if not ours:
             return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels)

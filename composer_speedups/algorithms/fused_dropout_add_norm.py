@@ -28,8 +28,6 @@ Source: dropout + add + LayerNorm of MosaicML's and NVIDIA's MLPerf BERT; the ma
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from composer.core import State
 from composer.loggers import Logger
@@ -95,8 +93,6 @@ class FusedDropoutAddNorm(SpeedUp):
 def _unavailable(device: torch.device) -> str | None:
     if device.type not in ("cuda", "cpu", "meta"):
         return f"its kernels are for CUDA and for CPUs, and the run is on {device}; remove it"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "on CUDA it needs the package triton, which is not installed; `pip install triton`"
     return missing_for_triton() if device.type == "cuda" else None
 
 

@@ -23,14 +23,13 @@ Source: Apex's FusedLayerNorm, which Composer once had as an algorithm and which
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from functools import cache
 
 import torch
 from composer.core import State
 from composer.loggers import Logger
 
-from composer_speedups.compilation import missing_for_triton
+from composer_speedups.compilation import missing_for_triton, triton_interpreted, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels.fast_dropout import shape_only
 from composer_speedups.speedup import SpeedUp, Stage
@@ -100,17 +99,15 @@ def _check(backend: str) -> str:
 
 def _unavailable(backend: str, device: torch.device | None = None) -> str | None:
     chosen = _choose(_check(backend))
-    on_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
-    if not on_cuda and not (chosen == "triton" and _interpreted()):
-        where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"
-        return f"it needs a CUDA device, and {where}; use low_precision_norm, which runs everywhere"
+    if not (chosen == "triton" and triton_interpreted()) and (
+        missing := why_no_cuda(device, "use low_precision_norm, which runs everywhere")
+    ):
+        return missing
     if backend == "apex" and _apex() is None:
         return (
             "backend 'apex' needs Apex with its CUDA extensions, which are not installed; build them from"
             " https://github.com/NVIDIA/apex, or use backend='triton'"
         )
-    if chosen == "triton" and not _has_triton():
-        return "backend 'triton' needs the package triton, which is not installed; `pip install triton`"
     return missing_for_triton() if chosen == "triton" else None
 
 
@@ -126,19 +123,6 @@ def _apex():
         return importlib.import_module("apex.normalization.fused_layer_norm")
     except (ImportError, OSError):  # OSError: built against another torch
         return None
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _interpreted() -> bool:
-    """Triton's interpreter stands in for the GPU in the tests (`TRITON_INTERPRET=1`)."""
-    if not _has_triton():
-        return False
-    from composer_speedups.kernels.layer_norm import interpreted
-
-    return interpreted()
 
 
 class _FusedLayerNorm(torch.nn.LayerNorm):
@@ -167,7 +151,7 @@ class _FusedLayerNorm(torch.nn.LayerNorm):
 
 class _TritonLayerNorm(_FusedLayerNorm):
     def takes(self, input: torch.Tensor) -> bool:
-        return input.is_cuda or _interpreted()
+        return input.is_cuda or triton_interpreted()
 
     def kernel(self, input: torch.Tensor) -> torch.Tensor:
         from composer_speedups.kernels.layer_norm import layer_norm

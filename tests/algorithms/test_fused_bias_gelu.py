@@ -36,7 +36,7 @@ def test_without_cuda_it_says_so_before_training(make_trainer, tiny_bert) -> Non
 def test_missing_triton_names_the_remedy(monkeypatch) -> None:
     cuda = torch.device("cuda", 0)
     assert FusedBiasGELU().unavailable(cuda) is None
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install triton" in FusedBiasGELU().unavailable(cuda)
 
 

@@ -237,7 +237,7 @@ def test_refused_where_there_is_no_kernel(monkeypatch) -> None:
     assert FusedDropoutAddNorm().unavailable(torch.device("cpu")) is None
     assert "remove it" in FusedDropoutAddNorm().unavailable(torch.device("mps"))
     assert FusedDropoutAddNorm().unavailable(torch.device("cuda")) is None
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install triton" in FusedDropoutAddNorm().unavailable(torch.device("cuda"))
     model = bert()
     monkeypatch.setattr(module, "_unavailable", lambda device: "no kernel")

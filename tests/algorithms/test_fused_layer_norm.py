@@ -69,7 +69,7 @@ def test_missing_apex_names_the_remedy() -> None:
 
 
 def test_missing_triton_names_the_remedy(monkeypatch) -> None:
-    monkeypatch.setattr(module, "_has_triton", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install triton" in FusedLayerNorm("triton").unavailable(CUDA)
 
 
