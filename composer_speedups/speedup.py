@@ -13,13 +13,13 @@ import re
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import ClassVar
 
 import torch
 from composer.algorithms.warnings import NoEffectWarning
-from composer.core import Algorithm, Event, State
+from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
@@ -104,6 +104,11 @@ class SpeedUp(Algorithm):
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         """Called on the events that the class names in `events`."""
 
+    def at_close(self, state: State, undo: Callable[[], None]) -> None:
+        """Have `undo` called when the Trainer closes, as it does after a failed fit: algorithms are not told, callbacks
+        are. To be asked for at `Event.AFTER_LOAD`: before, Composer warns of callbacks that a checkpoint lacks."""
+        state.callbacks.append(_AtClose(undo))
+
     def match(self, event: Event, state: State) -> bool:
         return event is Event.INIT or event in self.events
 
@@ -128,6 +133,14 @@ class SpeedUp(Algorithm):
             warnings.warn(NoEffectWarning(f"{self!r} changed nothing: {nothing}"), stacklevel=2)
         log.info("%r: %s", self, ", ".join(f"{k}={v}" for k, v in self.evidence.items()))
         logger.log_hyperparameters({f"{self.key()}/{k}": v for k, v in self.evidence.items()})
+
+
+class _AtClose(Callback):
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo = undo
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._undo()
 
 
 def algorithm_passes(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:

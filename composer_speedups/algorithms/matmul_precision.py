@@ -28,7 +28,7 @@ import weakref
 from typing import Any
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups import compat
@@ -115,8 +115,7 @@ class MatmulPrecision(SpeedUp):
         if self._hold is None:
             return
         if event is Event.AFTER_LOAD:
-            # Not earlier: on load, Composer warns of callbacks that the checkpoint does not know.
-            state.callbacks.append(_RestoreOnClose(self._hold))
+            self.at_close(state, self._hold.restore)
         elif event in STARTS:
             # Again: another Trainer made meanwhile sets `allow_tf32=True`, which turns "medium" into "high".
             self._hold.hold()
@@ -156,16 +155,6 @@ class PrecisionHold:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.restore()
-
-
-class _RestoreOnClose(Callback):
-    """Algorithms are not told when a Trainer closes, as it does after a failed fit; callbacks are."""
-
-    def __init__(self, hold: PrecisionHold) -> None:
-        self.restore = hold.restore
-
-    def close(self, state: State, logger: Logger) -> None:
         self.restore()
 
 

@@ -65,7 +65,7 @@ class PrefetchBatches(SpeedUp):
     """
 
     stage = Stage.LOOP
-    events = frozenset({Event.FIT_START, Event.FIT_END})
+    events = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.FIT_END})
 
     def __init__(self) -> None:
         pass
@@ -79,12 +79,23 @@ class PrefetchBatches(SpeedUp):
         """Nothing yet: the dataloader is not there before `Event.FIT_START`."""
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
-        loader = state.dataloader if event is Event.FIT_START else state.train_dataloader
-        if event is Event.FIT_START:
-            count = apply_prefetch_batches(loader, state.device._device)
-            self.report(logger, count, "the train dataloader has no workers: use DataLoader(num_workers=2)")
-        elif isinstance(loader, _Prefetching):
-            loader.__class__ = type(loader).__bases__[1]
+        if event is Event.AFTER_LOAD:
+            self.at_close(state, lambda: _undo(state.train_dataloader))
+        elif event is Event.FIT_START:
+            loader = state.dataloader
+            nothing = "the train dataloader has no workers: use DataLoader(num_workers=2)"
+            if not isinstance(loader, DataLoader):
+                nothing = f"the train dataloader is a {type(loader).__name__}, and it takes a torch DataLoader"
+            elif isinstance(loader, _Prefetching):
+                nothing = "the train dataloader sends its batches ahead already"
+            self.report(logger, apply_prefetch_batches(loader, state.device._device), nothing)
+        else:
+            _undo(state.train_dataloader)
+
+
+def _undo(loader: Any) -> None:
+    if isinstance(loader, _Prefetching):
+        loader.__class__ = type(loader).__bases__[1]
 
 
 class _Prefetching(DataLoader):

@@ -49,7 +49,6 @@ __all__ = ["SDPAttention", "apply_sdp_attention", "enable_kernels", "enabled_ker
 log = logging.getLogger("composer_speedups")
 
 BACKENDS = ("auto", "flash", "efficient", "cudnn", "math")
-_running: list[AttentionWatch] = []
 _MAX_TRIES = 8  # batches looked at for the kernel; more would mean that every batch compiles anew
 
 
@@ -94,7 +93,7 @@ class SDPAttention(SpeedUp):
 
     stage = Stage.ATTENTION
     slot = "attention"
-    events = frozenset({Event.FIT_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.FIT_END})
+    events = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.FIT_END})
 
     def __init__(self, backend: str = "auto") -> None:
         self.backend = _check(backend)
@@ -117,7 +116,6 @@ class SDPAttention(SpeedUp):
         return None
 
     def install(self, state: State, logger: Logger) -> None:
-        _stop_stale_watch()
         self._watch, self._tries = AttentionWatch(), 0
         if self._flags is None:
             self._flags = enabled_kernels()
@@ -148,16 +146,21 @@ class SDPAttention(SpeedUp):
         )
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event is Event.FIT_START and self.backend != "auto":
+        if event is Event.AFTER_LOAD:
+            self.at_close(state, self._release)
+        elif event is Event.FIT_START and self.backend != "auto":
             _set_kernels(self.backend)
         elif event is Event.BEFORE_FORWARD and "kernel" not in self.evidence:
             self._look(state)
         elif event is Event.AFTER_FORWARD and self._watch.running:
             self._see(state, logger)
         elif event is Event.FIT_END:
-            self._watch.stop()
-            if self.backend != "auto" and self._flags is not None:
-                enable_kernels(self._flags)
+            self._release()
+
+    def _release(self) -> None:
+        self._watch.stop()
+        if self.backend != "auto" and self._flags is not None:
+            enable_kernels(self._flags)
 
     def _look(self, state: State) -> None:
         self._watch.stop()  # running still if the last forward pass ran out of memory and is tried again
@@ -167,8 +170,7 @@ class SDPAttention(SpeedUp):
         if self._tries == 1 and _is_compiled(state.model):
             return  # the first pass compiles, and the compiler runs kernels of its own
         self._graphs = _graphs_compiled()
-        if self._watch.start():
-            _running.append(self._watch)
+        self._watch.start()
 
     def _see(self, state: State, logger: Logger) -> None:
         kernels = self._watch.stop()
@@ -200,12 +202,6 @@ def _attention_layers(
         how = attention_implementation(module) if id(module) in owner else None
         if how is not None:
             yield owner[id(module)], module, how
-
-
-def _stop_stale_watch() -> None:
-    """Stop what an earlier Trainer left running when it died in its first batch."""
-    while _running:
-        _running.pop().stop()
 
 
 def _set_kernels(backend: str) -> None:

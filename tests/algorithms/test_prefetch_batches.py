@@ -80,6 +80,20 @@ def test_in_a_trainer(make_trainer, workers: int, monkeypatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+def test_a_failed_fit_leaves_the_loader_as_it_was(make_trainer, monkeypatch) -> None:
+    monkeypatch.setattr(PrefetchBatches, "unavailable", lambda *_: None)
+    trainer = make_trainer([PrefetchBatches()], train_dataloader=loader(1))
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(trainer.state.model, "forward", fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer.fit()
+    trainer.close()
+    assert type(trainer.state.train_dataloader) is DataLoader
+
+
 def test_refused_without_a_gpu() -> None:
     assert "remove it" in PrefetchBatches().unavailable(torch.device("cpu"))
     assert PrefetchBatches().unavailable(torch.device("cuda")) is None

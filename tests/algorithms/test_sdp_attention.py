@@ -279,8 +279,8 @@ def test_leaves_the_users_profiler_alone(make_trainer) -> None:
     assert algorithm.evidence["kernel"] == "flash"
 
 
-def test_an_error_in_the_first_batch_leaves_no_profiler_for_the_next_trainer(make_trainer, monkeypatch) -> None:
-    algorithm, model = SDPAttention(), eager()
+def test_an_error_in_the_first_batch_leaves_nothing_behind(make_trainer, monkeypatch) -> None:
+    algorithm, model, before = SDPAttention("math"), eager(), module.enabled_kernels()
     trainer = make_trainer([algorithm], model=model)
 
     def fail(*args, **kwargs):
@@ -290,6 +290,8 @@ def test_an_error_in_the_first_batch_leaves_no_profiler_for_the_next_trainer(mak
         patch.setattr(model.bert.embeddings, "forward", fail)
         with pytest.raises(RuntimeError, match="out of luck"):
             trainer.fit()
+    trainer.close()
+    assert module.enabled_kernels() == before and not torch.autograd._profiler_enabled()
     second = SDPAttention()
     make_trainer([second], model=eager()).fit()
     assert second.evidence["kernel"] == "flash" and not torch.autograd._profiler_enabled()
