@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from composer_speedups.errors import CheckpointError
+from composer_speedups.files import move_if_free
 
 __all__ = ["read_file", "write_file"]
 
@@ -82,7 +83,7 @@ def write_file(content: Any, target: Path, *, overwrite: bool) -> None:
             if overwrite:
                 os.replace(temporary, target)
             else:
-                _move_if_free(temporary, target)
+                move_if_free(temporary, target)
     except CheckpointError:
         raise
     except FileExistsError:
@@ -98,12 +99,9 @@ def _harmless() -> list[Any]:
     from collections import deque
 
     import numpy as np
+    from numpy._core import multiarray
     from torch.torch_version import TorchVersion
 
-    try:
-        from numpy._core import multiarray
-    except ImportError:  # numpy 1
-        from numpy.core import multiarray
     # numpy's random state is an array. Of its element types all but `object`, which would hold anything.
     kinds = [c for name, c in vars(np.dtypes).items() if name.endswith("DType") and name != "ObjectDType"]
     arrays = [np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar, *kinds]
@@ -116,17 +114,6 @@ def _allowed(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(f"--allow {name}: no such class, expected module.Class") from error
-
-
-def _move_if_free(temporary: str, target: Path) -> None:
-    try:
-        os.link(temporary, target)  # unlike a move, it fails if somebody made the target meanwhile
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if target.exists():
-            raise FileExistsError(target) from None
-        os.replace(temporary, target)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ __all__ = [
     "SpeedUpUnavailable",
     "TaskError",
     "UserError",
+    "is_out_of_memory",
 ]
 
 
@@ -42,3 +43,18 @@ class TaskError(UserError, ValueError):
 
 class OutOfMemory(UserError, RuntimeError):
     """The batch does not fit; says which size failed and which to try."""
+
+
+# The words of the CPU's allocator, of C++, and of cuBLAS and cuDNN, which ask for memory of their own.
+_NO_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "status_alloc_failed")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory was not enough, in whatever words.
+
+    >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))
+    True
+    """
+    if isinstance(error, (MemoryError, OutOfMemory)) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)

@@ -36,7 +36,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.algorithms.torch_compile import compile_statistics
 from composer_speedups.checkpoints import Checkpoints, exclusive, writing
-from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
+from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError, is_out_of_memory
 from composer_speedups.flops import local_attention, model_flops
 from composer_speedups.measure import Measurement, peak_memory
 from composer_speedups.recipes import Recipe
@@ -353,11 +353,8 @@ def _explained_out_of_memory(recipe: Recipe, measurement: Measurement | None = N
     """Say in one line what did not fit; without `measurement`, the model was being built."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        text = str(error).lower()
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not (
-            "out of memory" in text or "can't allocate memory" in text or "bad_alloc" in text
-        ):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         asked = re.search(r"allocate ([\d.]+ [KMG]iB)|allocate (\d+) bytes", str(error))
         amount = f" (it asked for {asked[1] or f'{int(asked[2]) / 2**20:,.0f} MiB'})" if asked else ""
@@ -366,16 +363,15 @@ def _explained_out_of_memory(recipe: Recipe, measurement: Measurement | None = N
                 f"{recipe.name} ran out of memory before its first batch: the model {recipe.model.name} and "
                 f"its optimizer do not fit{amount}; try a smaller model"
             ) from error
-        evaluating, micro = measurement.evaluating, recipe.microbatch_size
-        size = (
-            (recipe.eval_batch_size or recipe.batch_size)
-            if evaluating
-            else min(micro or recipe.batch_size, recipe.batch_size)
-        )
+        evaluating, ranks = measurement.evaluating, dist.get_world_size()
+        # Batches are of all ranks together, a microbatch is one rank's.
+        size = ((evaluating and recipe.eval_batch_size) or recipe.batch_size) // ranks
+        if not evaluating:
+            size = min(recipe.microbatch_size or size, size)
         smaller = max(1, size // 2 // 8 * 8 or size // 2)
         advice = f"try microbatch_size={smaller}, which keeps the batch at {recipe.batch_size}"
         if evaluating:
-            advice = f"try eval_batch_size={smaller}"
+            advice = f"try eval_batch_size={smaller * ranks}"
         if size == 1:
             advice = "one sample does not fit: try a shorter task.max_length or a smaller model"
         what = "an evaluation pass" if evaluating else "a forward pass"

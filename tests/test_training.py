@@ -213,6 +213,19 @@ def test_out_of_memory_names_the_size_and_the_remedy(monkeypatch) -> None:
         run(tiny())
 
 
+@pytest.mark.parametrize(
+    ("evaluating", "words"),
+    [(False, "with 4 samples a forward pass: try microbatch_size=2,"), (True, "pass: try eval_batch_size=4")],
+)
+def test_out_of_memory_on_two_ranks(monkeypatch, evaluating: bool, words: str) -> None:
+    """Of a batch of 8 a rank has 4: half of that is a microbatch of 2, or an evaluation batch of 4 of both together."""
+    measurement = measure.Measurement()
+    measurement.evaluating = evaluating
+    monkeypatch.setattr(training.dist, "get_world_size", lambda: 2)
+    with pytest.raises(OutOfMemory, match=words), training._explained_out_of_memory(tiny(), measurement):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 def test_flops_of_bert() -> None:
     """Against the count by hand: 12 width^2 weights a layer at intermediate = 4 width."""
     from transformers import BertConfig, BertForSequenceClassification

@@ -166,7 +166,7 @@ def run_child(message: bytes, events: int, log: int) -> int:
 
 def classify(error: BaseException) -> tuple[str, str]:
     """The status and the one-line reason of a run that raised `error`."""
-    from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError
+    from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError, is_out_of_memory
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
@@ -180,8 +180,7 @@ def classify(error: BaseException) -> tuple[str, str]:
         return "interrupted", "stopped by the user"
     name = type(error).__name__
     short = text[:300]
-    # CUDA raises torch.OutOfMemoryError; the CPU's allocator a RuntimeError that says "can't allocate memory".
-    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         return "out_of_memory", f"{name}: {short}" if short else name
     return "failed", f"{name}: {short}" if short else name
 

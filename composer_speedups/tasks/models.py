@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.errors import TaskError
+from composer_speedups.errors import TaskError, is_out_of_memory
 from composer_speedups.tasks import hub
 from composer_speedups.tasks.spec import ModelSpec
 
@@ -269,7 +269,7 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
         try:
             return kind.from_config(config, **attention)
         except Exception as error:  # whatever the model's code makes of impossible values
-            if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            if is_out_of_memory(error):
                 raise
             raise TaskError(
                 f"model {spec.name!r} cannot be built for {task.objective} ({_first_line(error)}): check model.config"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import UserError
+from composer_speedups.files import move_if_free
 from composer_speedups.recipe_yaml import Item, Where, dump
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_output", "extends_as", "write_recipe"]
 
-_OWN = ("name", "description", "extends", "published")  # never inherited
 _WHERE = Where("tuning")
 
 
@@ -69,9 +69,9 @@ def write_recipe(
         overwrite: replace a file that is there.
         name: of the recipe, if not the file's.
     """
-    from composer_speedups.recipes import load_recipe
+    from composer_speedups.recipes import NOT_INHERITED, load_recipe
 
-    wanted = {key: value for key, value in recipe.to_dict().items() if key not in _OWN}
+    wanted = {key: value for key, value in recipe.to_dict().items() if key not in NOT_INHERITED}
     head: dict[str, Any] = {"name": name} if name else {}
     if base is not None:
         head["extends"] = extends
@@ -103,10 +103,11 @@ def write_recipe(
         if overwrite:
             os.replace(temporary, out)
         else:
-            try:
-                os.link(temporary, out)  # fails if somebody made it meanwhile
-            except FileExistsError:
-                raise UserError(f"{out} exists: add --overwrite to replace it, or choose another --out") from None
+            move_if_free(temporary, out)
+    except FileExistsError:
+        raise UserError(f"{out} exists: add --overwrite to replace it, or choose another --out") from None
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 
@@ -122,8 +123,6 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
             inner = _changes(before, value)
             inner |= {name: None for name in before if name not in value}
             found[key] = inner
-        elif isinstance(value, dict):
-            found[key] = value
         else:
             found[key] = value
     return found
