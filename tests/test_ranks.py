@@ -115,8 +115,7 @@ def test_other_rows_would_be_noticed(on_one_rank) -> None:
     assert float((half["weights"] - whole["weights"]).norm()) / whole["moved"] > 0.3
 
 
-def test_every_speed_up_was_tried() -> None:
-    assert set(KEYS) - {PLAIN} == set(USABLE)
+def test_every_optimizer_was_tried_under_fsdp() -> None:
     assert {k for k in USABLE if registry.speedup_class(k).stage is Stage.OPTIMIZER} >= REFUSE_FSDP
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 from composer.core import State
@@ -33,10 +34,11 @@ from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["ReuseHostMemory", "apply_reuse_host_memory"]
 
-# Of glibc's malloc.h: number, value. Mapped are only blocks above 1 GiB, which the heap could not keep together; the
-# heap's end is never given back (the largest int: 2 GiB and more of free space at once do not come about), and it
-# grows by 64 MiB, so that it seldom has to.
-_SETTINGS = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, (1 << 31) - 1), "M_TOP_PAD": (-2, 64 << 20)}
+# Of glibc's malloc.h: numbers and values. Mapped are only blocks above 1 GiB, which the heap could not keep together;
+# glibc before 2.35 takes 32 MiB at most. The heap's end is never given back (the largest int: 2 GiB and more of free
+# space at once do not come about), and it grows by 64 MiB, so that it seldom has to.
+_MMAP_THRESHOLD, _LIMITS = -3, (1 << 30, 32 << 20)
+_OTHERS = ((-1, (1 << 31) - 1), (-2, 64 << 20))  # M_TRIM_THRESHOLD, M_TOP_PAD
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
@@ -46,9 +48,18 @@ def apply_reuse_host_memory() -> int:
     >>> apply_reuse_host_memory() if _why_not() is None else 3
     3
     """
+    mallopt = _mallopt()
+    # Without this one the others do harm: setting any of them ends glibc's own raising of this threshold, and every
+    # block from 128 KiB on would be mapped anew.
+    if not any(mallopt(_MMAP_THRESHOLD, limit) for limit in _LIMITS):
+        return 0
+    return 1 + sum(mallopt(*setting) for setting in _OTHERS)
+
+
+def _mallopt() -> Callable[[int, int], int]:
     mallopt = ctypes.CDLL(None).mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    return sum(mallopt(*setting) for setting in _SETTINGS.values())
+    return mallopt
 
 
 class ReuseHostMemory(SpeedUp):
@@ -69,8 +80,7 @@ class ReuseHostMemory(SpeedUp):
         return _why_not()
 
     def install(self, state: State, logger: Logger) -> None:
-        count = apply_reuse_host_memory()
-        self.report(logger, count, "the C library refused the settings", settings=", ".join(_SETTINGS))
+        self.report(logger, apply_reuse_host_memory(), "the C library refused the settings")
 
 
 def _why_not() -> str | None:

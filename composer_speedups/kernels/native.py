@@ -9,6 +9,7 @@ PyTorch meaning of the kernel to fall back on. `COMPOSER_SPEEDUPS_NATIVE=0` asks
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import logging
@@ -75,21 +76,23 @@ def _build(source: Path, compiler: str, threads: tuple[str, ...]) -> Path:
 def _folder() -> Path:
     """A folder that only this user can write to, as code is loaded from it."""
     own, general = os.environ.get("COMPOSER_SPEEDUPS_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    root = Path(own) if own else (Path(general) if general else Path.home() / ".cache") / "composer_speedups"
     try:
+        root = Path(own) if own else (Path(general) if general else Path.home() / ".cache") / "composer_speedups"
         folder = root.expanduser() / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
         if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: nobody knows the user's home
         pass
     return _temporary_folder()
 
 
 @cache
 def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="composer_speedups_kernels_"))
+    folder = tempfile.mkdtemp(prefix="composer_speedups_kernels_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _cpu() -> str:

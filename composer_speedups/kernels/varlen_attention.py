@@ -125,33 +125,28 @@ def attention_kernel(q: torch.Tensor) -> str:
     if q.device.type == "cpu":
         return "per sequence"
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type != "cuda" or not half or q.shape[-1] % 8 or q.shape[-1] > 256 or not _ampere(q.device):
+    if q.device.type != "cuda" or not half or q.shape[-1] % 8 or q.shape[-1] > 256:
         return "padded sdpa"
-    return "flash-attn" if _has_flash_attn() else "aten flash"
+    return _half_kernel(q.device)
 
 
-# Dynamo would look into these, and break the graph of every layer at an import that fails: what they return is a
-# constant to it. They keep their answers themselves, as Dynamo also warns of `functools.cache`.
-_KNOWN: dict[object, bool] = {}
-
-
+# Dynamo would look into it, and break the graph of every layer at an import that fails: what it returns is a constant
+# to it. The cache is one function further in, as Dynamo warns of `functools.cache` where it sees it.
 @torch.compiler.assume_constant_result
-def _ampere(device: torch.device) -> bool:
-    if device not in _KNOWN:
-        _KNOWN[device] = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return _KNOWN[device]
+def _half_kernel(device: torch.device) -> str:
+    return _look(device)
 
 
-@torch.compiler.assume_constant_result
-def _has_flash_attn() -> bool:
-    if "flash-attn" not in _KNOWN:
-        try:
-            import flash_attn
-
-            _KNOWN["flash-attn"] = hasattr(flash_attn, "flash_attn_varlen_func")
-        except ImportError:
-            _KNOWN["flash-attn"] = False
-    return _KNOWN["flash-attn"]
+@cache
+def _look(device: torch.device) -> str:
+    """Which kernel serves half precision on a CUDA device."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return "padded sdpa"
+    try:
+        import flash_attn
+    except ImportError:
+        return "aten flash"
+    return "flash-attn" if hasattr(flash_attn, "flash_attn_varlen_func") else "aten flash"
 
 
 def _padded(q, k, v, queries: Lengths, keys: Lengths, dropout_p: float, scale: float) -> torch.Tensor:

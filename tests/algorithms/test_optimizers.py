@@ -471,7 +471,9 @@ def test_computes_adamw_on_cuda(apply) -> None:
             m[i] = 0.9 * m[i] + 0.1 * g
             v[i] = 0.999 * v[i] + 0.001 * g * g
             m_hat, v_hat = m[i] / (1 - 0.9 ** (number + 1)), v[i] / (1 - 0.999 ** (number + 1))
-            reference[i] = reference[i] * (1 - 1e-3) - 1e-2 * m_hat / (v_hat.sqrt() + 1e-8)
+            update, kept = 1e-2 * m_hat / (v_hat.sqrt() + 1e-8), 1 - 1e-3
+            last = number >= 2 and apply is apply_bnb_adamw  # the decay of bitsandbytes' CUDA kernel
+            reference[i] = (reference[i] - update) * kept if last else reference[i] * kept - update
         optimizer.step()
     eps = torch.finfo(torch.float32).eps
     for p, expected in zip(params, reference, strict=True):

@@ -48,3 +48,19 @@ def test_refused_where_it_has_no_effect(monkeypatch) -> None:
     monkeypatch.delenv("LD_PRELOAD")
     monkeypatch.setattr("sys.platform", "darwin")
     assert "jemalloc" in ReuseHostMemory().unavailable(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("largest", "taken"), [(1 << 30, 3), (32 << 20, 3), (0, 0)])
+def test_what_older_libraries_refuse(monkeypatch, largest: int, taken: int) -> None:
+    """glibc before 2.35 maps from 32 MiB on at the latest; where no threshold is taken, nothing is set at all."""
+    settings = {}
+
+    def mallopt(name: int, value: int) -> int:
+        if name == -3 and value > largest:
+            return 0
+        settings[name] = value
+        return 1
+
+    monkeypatch.setattr(reuse_host_memory, "_mallopt", lambda: mallopt)
+    assert reuse_host_memory.apply_reuse_host_memory() == taken
+    assert settings.get(-3, 0) == largest and len(settings) == taken

@@ -12,7 +12,7 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier, HuggingFaceModel
 from small import BatchDataset, bert_config, padded_batch
 
-from composer_speedups import LowPrecisionNorm, TorchCompile, apply_torch_compile, registry
+from composer_speedups import TorchCompile, apply_torch_compile, registry
 from composer_speedups.compat import compile_counters
 from composer_speedups.compilation import compile_statistics
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
@@ -192,12 +192,6 @@ def test_twice_is_once() -> None:
     assert apply_torch_compile(model, scope="block", backend="eager") == 0
     assert apply_torch_compile(model, scope="model", backend="eager") == 0
     assert apply_torch_compile(torch.compile(bert(), backend="eager"), backend="eager") == 0
-
-
-def test_acts_after_surgery_whatever_the_order(make_trainer) -> None:
-    make_trainer([TorchCompile(backend="eager"), LowPrecisionNorm()], model=HuggingFaceModel(bert())).fit(
-        duration="1ba"
-    )
 
 
 def test_composers_own_compile_as_well_is_refused(make_trainer) -> None:

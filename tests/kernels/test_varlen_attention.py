@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,14 +150,40 @@ def test_padded_path_matches(dtype: torch.dtype) -> None:
         torch.testing.assert_close(x, y, rtol=32 * ulp, atol=32 * ulp)
 
 
+def test_flash_attn_is_called_by_its_documented_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, which no CPU can run: with its arguments, and what they mean."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
+    ):
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and not causal and dropout_p == 0.0
+        lengths = [cu_seqlens.diff().tolist() for cu_seqlens in (cu_seqlens_q, cu_seqlens_k)]
+        assert [max_seqlen_q, max_seqlen_k] == [max(each) for each in lengths]
+        return reference(q, k, v, *lengths, False, softmax_scale)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    monkeypatch.setattr(module, "attention_kernel", lambda q: "flash-attn")
+    queries = [min(n, 2) for n in LENGTHS]
+    q, k, v, _ = inputs(torch.float64, queries=queries)
+    out = varlen_attention(q, k, v, Lengths.of(queries), Lengths.of(LENGTHS), 0.0, 0.3)
+    torch.testing.assert_close(out, reference(q, k, v, queries, LENGTHS, False, 0.3))
+
+
+@pytest.fixture
+def not_yet_looked():
+    module._look.cache_clear()
+    yield
+    module._look.cache_clear()
+
+
 @pytest.mark.parametrize(("capability", "kernel"), [((8, 0), "aten flash"), ((7, 5), "padded sdpa")])
+@pytest.mark.usefixtures("not_yet_looked")
 def test_choosing_the_kernel_breaks_no_graph(capability, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the choice asks the device, and whether flash-attn is there: in the graph of every layer."""
 
     class OnGpu:
         device, dtype, shape = torch.device("cuda", 0), torch.bfloat16, (9, 2, 64)
 
-    monkeypatch.setattr(module, "_KNOWN", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it raises ImportError
 
