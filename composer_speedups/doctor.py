@@ -147,15 +147,12 @@ def memory_need(
     rows = batch or rows_per_pass(chosen)
     free, largest = free_memory(device), None
     lengths = None if length is not None else _typical_lengths(chosen, rows, progress)
+    # With the texts' own lengths where they count: as many tokens as rows of their mean have.
+    mean = None if lengths is None else round(sum(lengths) / len(lengths))
+    width = chosen.task.max_length if chosen.task.padding == "max_length" else None
     try:
-        if lengths is None:
-            found = predict(chosen, batch_size=rows, device=device)
-        else:
-            fixed = chosen.task.padding == "max_length"
-            found = predict(chosen, length=chosen.task.max_length if fixed else None, lengths=lengths, device=device)
+        found = predict(chosen, batch_size=rows, length=width, lengths=lengths, device=device)
         if free is not None:
-            # With the texts' own lengths where they count: as many tokens as rows of their mean have.
-            mean = None if lengths is None else round(sum(lengths) / len(lengths))
             largest = largest_batch(chosen, free, length=mean)
             # It looks at multiples of eight only: the size that was asked for may lie above the last one that fits.
             largest = max(largest, rows) if found.peak <= free else largest
@@ -166,11 +163,9 @@ def memory_need(
         raise TaskError(
             f"the memory of {name!r} cannot be predicted ({type(error).__name__}: {first}): choose a BERT-like encoder"
         ) from error
-    what = f"{name}, batch {rows} of {chosen.task.max_length} tokens, "
-    if lengths is not None:
-        what = f"{name}, batch {rows} of {sum(lengths) / len(lengths):.0f} tokens (the task's mean), "
-    what += chosen.name if recipe is not None else "float32 with AdamW"
-    return Need(what, found, free, largest)
+    tokens = f"{chosen.task.max_length} tokens" if mean is None else f"{mean} tokens (the task's mean)"
+    by = chosen.name if recipe is not None else "float32 with AdamW"
+    return Need(f"{name}, batch {rows} of {tokens}, {by}", found, free, largest)
 
 
 def _typical_lengths(recipe: Recipe, rows: int, progress: Callable[[str], None] | None) -> list[int] | None:

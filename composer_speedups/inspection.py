@@ -23,7 +23,7 @@ from composer_speedups.measure import Measurement
 from composer_speedups.memory import SavedForBackward, predict, tensor_bytes
 from composer_speedups.optimizers import describe
 from composer_speedups.profiling import StepProfiler
-from composer_speedups.results import RunResult
+from composer_speedups.results import NO_FUSED_KERNEL, RunResult
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -116,7 +116,7 @@ class AsItRan(Callback):
         watched, kernels = self._watch.running, self._watch.stop()
         if watched and compile_statistics()["compile_seconds"] == self._compiled:  # else the compiler ran some, too
             own = [str(a.evidence["kernel"]) for a in state.algorithms if isinstance(a, Unpadding)]
-            self.facts["attention"] = ", ".join(kernels or own) or "no fused kernel"
+            self.facts["attention"] = ", ".join(kernels or own) or NO_FUSED_KERNEL
         self.stop()
 
     def stop(self) -> None:

@@ -213,8 +213,8 @@ class Measurement(Callback):
             step=self._step,
             steps=self._steps,
             loss=loss,
-            accuracy=_accuracy(state),
-            samples_per_second=sum(self.samples[-len(recent) :]) / max(seconds, 1e-9),
+            accuracy=None if self._cuda else _accuracy(state),  # reading it would make the host wait, too
+            samples_per_second=dist.get_world_size() * sum(self.samples[-len(recent) :]) / max(seconds, 1e-9),
             seconds_left=max(0, self._steps - self._step) * pace,
         )
 
@@ -239,20 +239,19 @@ def _steps(state: State) -> int:
     if duration.unit == TimeUnit.EPOCH:
         return duration.value * per_epoch - done.batch.value
     if duration.unit == TimeUnit.SAMPLE and state.train_dataloader is not None:
-        size = getattr(state.train_dataloader, "batch_size", None) or 1
-        return math.ceil((duration.value - done.sample.value) / size)
+        samples = len(state.train_dataloader.dataset)  # of all ranks
+        return math.ceil((duration.value - done.sample.value) * per_epoch / samples)
     return 0
 
 
 def _accuracy(state: State) -> float | None:
-    """Share of right answers in the last batch; labels of -100 do not count."""
+    """Share of right answers in the last batch of a classification; a vocabulary's logits take long to look through."""
     logits = getattr(state.outputs, "logits", None)
     try:
         labels = state.batch_get_item("labels")
     except (KeyError, TypeError):
         return None
-    if logits is None or logits.shape[:-1] != labels.shape:
+    if logits is None or labels.ndim > 1 or logits.shape[:-1] != labels.shape:
         return None  # several microbatches: the outputs are the last one's only
     with torch.no_grad():
-        counted = labels != -100
-        return ((logits.argmax(-1) == labels) & counted).sum().item() / max(1, counted.sum().item())
+        return (logits.argmax(-1) == labels).float().mean().item()

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from composer_speedups.optimizer_states import BLOCK_SIZE, MIN_8BIT_SIZE
 from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes, check_combination
 from composer_speedups.tasks import models
 from composer_speedups.tasks.task import DEFAULT_VOCABULARY
@@ -55,7 +56,6 @@ log = logging.getLogger("composer_speedups")
 
 KINDS = ("weights", "gradients", "optimizer", "activations")
 MOST = 16_384  # samples in a batch; more are not asked for
-_BLOCK = 256  # weights that share a scale in bitsandbytes' 8-bit state
 _LABELS = 10  # classes, where nobody says how many: a head is small beside its encoder
 
 
@@ -216,7 +216,7 @@ def optimizer_bytes(recipe: Recipe, model: torch.nn.Module, trained: Iterable[to
     whole: set[int] = set()
     least = math.inf
     if eight is not None:
-        least = eight.get("min_8bit_size", 4096)
+        least = eight.get("min_8bit_size", MIN_8BIT_SIZE)
         if eight.get("embeddings_32bit", True):
             whole = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     # torch counts steps in a tensor for each parameter; bitsandbytes and Apex in plain integers.
@@ -225,7 +225,7 @@ def optimizer_bytes(recipe: Recipe, model: torch.nn.Module, trained: Iterable[to
     for parameter in trained:
         count = parameter.numel()
         if count >= least and id(parameter) not in whole:
-            total += 2 * (count + 4 * -(-count // _BLOCK))
+            total += 2 * (count + 4 * -(-count // BLOCK_SIZE))
             maps = 2 * 256 * 4  # the two tables of values, which all parameters share
         else:
             total += 8 * count + step

@@ -114,9 +114,8 @@ def refuse_unsupported(optimizer: Optimizer, what: str) -> None:
     for group in optimizer.param_groups:
         for flag in ("amsgrad", "maximize", "differentiable"):
             if group.get(flag):
-                raise SpeedUpUnavailable(
-                    f"{what} has no {flag}=True, which your AdamW sets. Use fused_adamw or foreach_adamw."
-                )
+                remedy = "Unset it." if flag == "differentiable" else "Use fused_adamw or foreach_adamw."
+                raise SpeedUpUnavailable(f"{what} has no {flag}=True, which your AdamW sets. {remedy}")
         for parameter in group["params"]:
             if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise SpeedUpUnavailable(
@@ -145,19 +144,15 @@ def split_off_no_decay(optimizer: Optimizer) -> int:
     return moved
 
 
-def become(optimizer: Optimizer, template: Optimizer, layouts: dict[torch.Tensor, Layout]) -> int:
+def become(optimizer: Optimizer, template: Optimizer, layouts: dict[torch.Tensor, Layout]) -> None:
     """Make `optimizer` what `template` is, keeping its identity, its moments and its hooks.
 
     Args:
         optimizer: the user's; changed in place.
         template: a fresh optimizer over the same parameters; not to be used afterwards.
         layouts: in which layout the template expects each parameter's moments.
-
-    Returns:
-        How many parameters had moments to carry over.
     """
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    carried = 0
     for group in template.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
@@ -173,7 +168,6 @@ def become(optimizer: Optimizer, template: Optimizer, layouts: dict[torch.Tensor
             )
             if layouts[parameter] == "apex":
                 group["step"] = moments.step
-            carried += 1
     old = vars(optimizer)
     kept = {name: old[name] for name in old if name.endswith("_hooks") or name == "_opt_called"}
     watched = hasattr(old.get("step"), "_wrapped_by_lr_sched")
@@ -181,7 +175,6 @@ def become(optimizer: Optimizer, template: Optimizer, layouts: dict[torch.Tensor
     optimizer.__dict__ = {**vars(template), **kept}
     if watched:
         _watch_step(optimizer)
-    return carried
 
 
 def become_torch(optimizer: Optimizer, *, foreach: bool, fused: bool) -> int:
@@ -191,6 +184,8 @@ def become_torch(optimizer: Optimizer, *, foreach: bool, fused: bool) -> int:
         bool(g["foreach"]) == foreach and bool(g["fused"]) == fused for g in groups
     ):
         return 0
+    if any(group.get("differentiable") for group in groups):
+        raise SpeedUpUnavailable("your AdamW sets differentiable=True, which only its for-loop computes. Unset it")
     template = torch_adamw(optimizer, foreach=foreach, fused=fused)
     parameters = [p for g in groups for p in g["params"]]
     become(optimizer, template, dict.fromkeys(parameters, "torch"))

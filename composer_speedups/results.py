@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Progress", "RunResult"]
+__all__ = ["NO_FUSED_KERNEL", "Progress", "RunResult"]
+
+NO_FUSED_KERNEL = "no fused kernel"  # `as_it_ran["attention"]` where none of PyTorch's or of ours was seen
 
 Status = Literal["ok", "skipped", "failed", "out_of_memory", "timeout", "interrupted"]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from contract import USABLE, case
 
 from composer_speedups import memory
 from composer_speedups.algorithms import sdp_attention
@@ -202,3 +205,13 @@ def test_the_largest_batch_that_fits():
 def test_a_model_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match="nothing"):
         predict(load("demo/fp32", f"model.name={tmp_path / 'nothing'}"))
+
+
+@pytest.mark.parametrize("key", USABLE)
+def test_every_speed_up_can_be_predicted(key: str) -> None:
+    """It is installed on a model without numbers: kernels that read pointers must answer with shapes there."""
+    known = case(key)
+    objective = "mlm" if known.head == "mlm" else "classification"
+    found = load("demo/fp32", f"speedups.{key}={json.dumps(known.kwargs)}", f"task.objective={objective}")
+    predicted = predict(found, lengths=LENGTHS, length=64)
+    assert predicted.peak > predicted.weights + predicted.gradients > 0 and predicted.activations > 0

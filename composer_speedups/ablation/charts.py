@@ -10,7 +10,7 @@ from typing import Any
 
 from composer_speedups.ablation.drawing import PARTS, SERIES, Drawing, ticks
 from composer_speedups.ablation.store import Run
-from composer_speedups.ablation.tables import short_names
+from composer_speedups.ablation.tables import flaw, short_names
 
 __all__ = ["MEMORY", "charts", "pareto", "shares"]
 
@@ -122,7 +122,7 @@ def _bars(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
 
 def _sound(row: Row) -> bool:
     """Whether nothing but its speed is to be said of a row."""
-    return row["stable"] is not False and not row.get("failed") and not row.get("no_effect")
+    return row["stable"] is not False and not flaw(row)
 
 
 def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:

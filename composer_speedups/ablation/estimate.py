@@ -9,12 +9,12 @@ from typing import Any
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import Run
 from composer_speedups.recipe_schema import in_samples
+from composer_speedups.tasks.models import known
 
 __all__ = ["duration", "expected_seconds", "remaining_seconds", "seconds_per_sample"]
 
-# BERT-base's, where the recipe does not say.
+# BERT-base's, where neither the recipe nor the model's name says.
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "vocab_size": 30522}
-_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096, "vocab_size": 30522}
 _SHARE = 0.35  # of the attainable matmul speed, before anything has been measured
 _START = 4.0  # seconds for data, model and evaluation's start
 
@@ -25,9 +25,9 @@ def expected_seconds(recipe: Mapping[str, Any], peaks: Mapping[str, float], hard
     if not peak:
         return None
     task, model = recipe.get("task") or {}, recipe.get("model") or {}
-    shape = (_LARGE if "large" in str(model.get("name")) else _BASE) | {
-        k: v for k, v in (model.get("config") or {}).items() if k in _BASE and isinstance(v, int)
-    }
+    _, sizes = known(str(model.get("name"))) or ("", {})
+    own = sizes | (model.get("config") or {})
+    shape = _BASE | {k: v for k, v in own.items() if k in _BASE and isinstance(v, int)}
     hidden, length = shape["hidden_size"], task.get("max_length") or 256
     layer = 4 * hidden**2 + 2 * hidden * shape["intermediate_size"] + 2 * hidden * length
     weights = shape["num_hidden_layers"] * layer

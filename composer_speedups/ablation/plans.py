@@ -81,13 +81,11 @@ def equal_batch(recipes: Sequence[Recipe], baseline: Recipe, untuned: Sequence[R
         untuned: the rows as they were before tuning, in the same order; None: they were not tuned.
     """
     rows: list[Recipe] = []
-    same = {name: getattr(baseline, name) for name in _TUNED}
+    same = _tuned(baseline)
     for recipe, source in zip(recipes, untuned or recipes, strict=True):
         rows.append(recipe)
-        if any(getattr(recipe, name) != value for name, value in same.items()) and not any(
-            other.name.startswith(f"{baseline.name}+")
-            and other.speedups == source.speedups
-            and all(getattr(other, name) == value for name, value in same.items())
+        if _tuned(recipe) != same and not any(
+            other.name.startswith(f"{baseline.name}+") and other.speedups == source.speedups and _tuned(other) == same
             for other in recipes  # a ladder of one recipe has that row already
         ):
             words = f"{source.description or _last(source.name)}, batch and LR of {_last(baseline.name)}"
@@ -136,7 +134,7 @@ def _ladder(recipes: Sequence[Recipe], baseline: Recipe) -> list[Recipe]:
     switches = _switches(target, baseline)
     # The recipe itself is the last row; with a batch or rate of its own it is a row more, so that no switch gets the
     # credit for that.
-    steps = switches if any(getattr(target, n) != getattr(baseline, n) for n in _TUNED) else switches[:-1]
+    steps = switches[:-1] if _tuned(target) == _tuned(baseline) else switches
     for (key, arguments), label in zip(steps, _labels(switches), strict=False):
         taken[key] = arguments
         suffix = f"+{key}" if len(taken) == 1 else f"+..+{key}"
@@ -158,6 +156,10 @@ def _leave_one_out(best: Recipe, baseline: Recipe) -> list[Recipe]:
     return rows
 
 
+def _tuned(recipe: Recipe) -> dict[str, Any]:
+    return {key: getattr(recipe, key) for key in _TUNED}
+
+
 def _switches(recipe: Recipe, baseline: Recipe) -> list[Switch]:
     """The speed-ups, with their arguments, that the baseline lacks or sets otherwise."""
     return [(k, v) for k, v in recipe.speedups.items() if baseline.speedups.get(k) != v]
@@ -168,7 +170,7 @@ def _made(source: Recipe, baseline: Recipe, suffix: str, switches: SpeedUps, wor
 
     What else a switch needs, such as texts that are not padded to one length, comes from its `source`.
     """
-    own = {key: getattr(baseline, key) for key in _TUNED} | _counted_in_batches(source, baseline)
+    own = _tuned(baseline) | _counted_in_batches(source, baseline)
     own |= {"name": baseline.name + suffix, "description": words, "published": None}
     return _copy(source, speedups=dict(baseline.speedups) | switches, **own)
 

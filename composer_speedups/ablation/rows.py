@@ -16,6 +16,7 @@ from composer_speedups.ablation.statistics import (
     pooled_noise,
 )
 from composer_speedups.ablation.store import Run
+from composer_speedups.results import NO_FUSED_KERNEL
 
 __all__ = ["REGROUPING", "build_rows", "precision", "speed_key"]
 
@@ -125,7 +126,7 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "steps": first.get("steps"),
         "samples_per_step": _samples_per_step(results),
         "warmup_steps": first.get("warmup_steps"),
-        "kernels": sorted({kernel for result in results for kernel in result.get("kernels") or []}),
+        "kernels": sorted({kernel for result in results for kernel in _kernels(result)}),
         "evidence": first.get("evidence") or {},
         "no_effect": _no_effect(results),
         "pretrained": first.get("pretrained"),
@@ -149,6 +150,13 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         ],
     }
     return row
+
+
+def _kernels(result: Mapping[str, Any]) -> list[str]:
+    """Of the speed-ups, and of the attention, whoever chose it."""
+    attention = (result.get("as_it_ran") or {}).get("attention", NO_FUSED_KERNEL)
+    seen = [] if attention == NO_FUSED_KERNEL else attention.split(", ")
+    return [*(result.get("kernels") or []), *seen]
 
 
 def _status(runs: Sequence[Run], good: Mapping[int, Run]) -> tuple[str, str]:

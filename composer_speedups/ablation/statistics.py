@@ -325,8 +325,6 @@ def _interval(
     deviation = float(data.std(ddof=1)) if deviation is None else deviation
     quantile = stats.t.ppf(0.5 + confidence / 2, len(data) - 1 if freedom is None else freedom)
     half = float(quantile) * deviation / math.sqrt(len(data))
-    if min(values) == max(values):
-        return centre - half, centre + half
     low, high = _bootstrap(values, confidence)
     return min(centre - half, low), max(centre + half, high)
 

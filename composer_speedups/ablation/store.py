@@ -375,9 +375,11 @@ class Store:
                 "SELECT position, owner, claimed_until, attempts, environment, started, finished FROM runs LIMIT 0"
             )
             seal = self._db.execute("SELECT value FROM study WHERE key = ?", (_SEAL,)).fetchone()
-            if seal is not None and seal[0] != _dump(self._facts_digest()):  # none in studies of earlier versions
-                raise self._damaged("the record of the study, its recipes and environments is not what was written")
-            try:
+            if seal is not None:
+                if seal[0] != _dump(self._facts_digest()):
+                    raise self._damaged("the record of the study, its recipes and environments is not what was written")
+                return
+            try:  # written by an earlier version, without a digest: what can be read is believed
                 self.study(), self.recipes(), self.environments()
             except ValueError as error:
                 raise self._damaged(error) from error
@@ -394,16 +396,16 @@ class Store:
                     db.execute(statement)
                 db.execute(f"PRAGMA application_id = {APPLICATION}")
                 db.execute(f"PRAGMA user_version = {VERSION}")
+            for table in ("study", "recipes", "environments"):
+                # A process of an earlier version, at the same study, writes no digest: better none than a stale one.
+                when = f"WHEN NEW.key != '{_SEAL}'" if table == "study" else ""
+                db.execute(
+                    f"CREATE TRIGGER IF NOT EXISTS unsealed_by_{table} AFTER INSERT ON {table} {when} "
+                    f"BEGIN DELETE FROM study WHERE key = '{_SEAL}'; END"
+                )
 
     def _seal(self, db: sqlite3.Connection) -> None:
         """Keep a digest of all that is not a run: in the transaction that has changed it."""
-        for table in ("study", "recipes", "environments"):
-            # A process of an earlier version, at the same study, writes without it: better none than a stale one.
-            when = f"WHEN NEW.key != '{_SEAL}'" if table == "study" else ""
-            db.execute(
-                f"CREATE TRIGGER IF NOT EXISTS unsealed_by_{table} AFTER INSERT ON {table} {when} "
-                f"BEGIN DELETE FROM study WHERE key = '{_SEAL}'; END"
-            )
         db.execute("INSERT OR REPLACE INTO study VALUES (?, ?)", (_SEAL, _dump(self._facts_digest())))
 
     def _facts_digest(self) -> str:

@@ -361,9 +361,3 @@ def show_findings(found: Findings, console: Console) -> None:
     for line in notes(found.rows):
         console.print(f"- {line}", markup=False, highlight=False)
     console.print(found.sentence, style="bold", markup=False, highlight=False)
-
-
-def read_findings(folder: Path) -> Findings:
-    """The findings of the study in `folder`, without running anything."""
-    with Store(Path(folder) / "runs.sqlite", create=False) as store:
-        return findings(store)

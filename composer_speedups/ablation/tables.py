@@ -17,6 +17,7 @@ __all__ = [
     "conditions",
     "csv_table",
     "drift_lines",
+    "flaw",
     "latex_table",
     "markdown_table",
     "marked_names",
@@ -92,17 +93,18 @@ def sentence(rows: Sequence[Row]) -> str:
     left_out = _left_out(rows, base)
     if left_out:
         return _without(names[base["recipe"]], [(left_out[r["recipe"]], r) for r in measured])
-    if base.get("failed") and all(row["speed_verdict"] == "not judged" for row in measured):
-        return f"No verdict: {_failures(base)} of the baseline. Mend what they say, then the same command with --retry."
     if all(row["speed_verdict"] == "not judged" for row in measured):
+        if base.get("failed"):
+            mend = "Mend what they say, then the same command with --retry."
+            return f"No verdict: {_failures(base)} of the baseline. {mend}"
         best = max(measured, key=lambda row: row["speedup"])
         return (
             f"Too few seeds to judge: {names[best['recipe']]} measured highest, {best['speedup']:.2f} times "
             f"the baseline's speed; run 3 seeds or more (--seeds 3) to tell what is real."
         )
+    faster = [row for row in measured if row["speed_verdict"] == "faster"]
     # What did nothing, or did not always end well, is not to be recommended, however fast the rest of it was.
-    sound = [row for row in measured if not row.get("no_effect") and not row.get("failed")]
-    fast = [row for row in sound if row["speed_verdict"] == "faster"]
+    fast = [row for row in faster if not flaw(row)]
     kept = [row for row in fast if row["quality_verdict"] == "quality holds"]
     if kept:
         best = max(kept, key=lambda row: row["speedup"])
@@ -117,14 +119,20 @@ def sentence(rows: Sequence[Row]) -> str:
             f"{names[best['recipe']]} is faster, {best['speedup']:.2f} times the baseline's speed, but "
             f"{_quality_words(best).replace('unstable', 'it is unstable')}: {best['quality_note']}."
         ) + _beside_others(best, base)
-    if flawed := [row for row in measured if row["speed_verdict"] == "faster"]:
-        best = max(flawed, key=lambda row: row["speedup"])
-        why = _failures(best) if best.get("failed") else f"{', '.join(best['no_effect'])} changed nothing in it"
+    if faster:
+        best = max(faster, key=lambda row: row["speedup"])
         return (
             f"No recipe without a flaw was shown to be faster than the baseline: {names[best['recipe']]} is, "
-            f"{best['speedup']:.2f} times its speed, but {why}."
+            f"{best['speedup']:.2f} times its speed, but {flaw(best)}."
         ) + _beside_others(best, base)
     return "No recipe was shown to be faster than the baseline."
+
+
+def flaw(row: Row) -> str:
+    """Why the numbers of a measured row are not those of its recipe, in words; empty where they are."""
+    if row.get("failed"):
+        return _failures(row)
+    return f"{', '.join(row['no_effect'])} changed nothing in it" if row.get("no_effect") else ""
 
 
 def _failures(row: Row) -> str:
@@ -416,7 +424,7 @@ def cell(row: Row, key: str) -> str:
     if key == "learning_rate":
         return _rate(row["learning_rate"])
     if key == "published":
-        return _published_long(row)
+        return _published(row)
     if not row["seeds"]:
         return f"{row['status']}: {row['reason']}" if key == "verdict" else ""
     value = row.get(key)
@@ -461,11 +469,6 @@ def _speedup(row: Row) -> str:
 
 
 def _published(row: Row) -> str:
-    value = (row.get("published") or {}).get("speedup")
-    return f"{value:.2f}x" if value else ""
-
-
-def _published_long(row: Row) -> str:
     published = row.get("published") or {}
     parts = []
     if published.get("samples_per_second"):

@@ -15,7 +15,7 @@ from composer_speedups import hardware
 from composer_speedups.ablation.estimate import duration, seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
-from composer_speedups.ablation.rows import precision
+from composer_speedups.ablation.rows import REGROUPING, precision
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import SpeedUpUnavailable, UserError
 from composer_speedups.recipe_schema import in_samples
@@ -453,7 +453,7 @@ class _Session:
         """The memory that a try may take where the user sets no limit."""
         if self.cuda:
             varying = self.recipe.task.padding != "max_length" or (
-                self.recipe.speedups.keys() & {"unpadding", "length_grouped_batches", "token_budget_batches"}
+                self.recipe.speedups.keys() & {"unpadding", *REGROUPING}
             )
             total = min((gpu["memory_bytes"] for gpu in self.facts["gpus"]), default=None)
             share = _VARYING if varying else _SHARE["cuda"]

@@ -160,3 +160,4 @@ def test_what_a_look_inside_found_is_the_rows_whichever_seed_it_was() -> None:
     runs[1].result |= {"evidence": {"fused_adamw": {"changed": 3}}, "as_it_ran": {"attention": "flash"}}
     row = build_rows({"base": {}}, runs, "base")[0]
     assert row["evidence"] == {"fused_adamw": {"changed": 2}} and row["as_it_ran"] == {"attention": "flash"}
+    assert row["kernels"] == ["flash"]
