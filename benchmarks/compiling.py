@@ -19,14 +19,13 @@ _LAYERS, _BATCH = 12, 8
 _SIZES = (f"model.config.num_hidden_layers={_LAYERS}", f"batch_size={_BATCH}")
 
 
-def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> str:
+def run(folder: Path, repetitions: int, batches: int) -> str:
     """Measure into `folder`; return the table."""
     rows: Rows = []
     for repetition in range(repetitions):
         with tempfile.TemporaryDirectory() as cache:
             # Cold before warm, so not rotated.
-            done = interleaved(_entries(cache), folder, repetitions=1, batches=batches, deadline=deadline)
-        rows += [row | {"repetition": repetition} for row in done]
+            rows += interleaved(_entries(cache), folder, repetitions=1, batches=batches, first=repetition)
     base = "whole model, PyTorch's own, cold"
     body = [
         (

@@ -42,7 +42,7 @@ def overrides(point: dict[str, Any]) -> tuple[str, ...]:
     return (task, *model, "model.config.max_position_embeddings=512", f"batch_size={point['batch']}")
 
 
-def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> str:
+def run(folder: Path, repetitions: int, batches: int) -> str:
     """Measure into `folder`; return the table."""
     plain, fast = _RECIPES[hardware()]
     entries = {
@@ -50,7 +50,7 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
         for point in points()
         for recipe in (plain, fast)
     }
-    rows = interleaved(entries, folder, repetitions=repetitions, batches=batches, deadline=deadline)
+    rows = interleaved(entries, folder, repetitions=repetitions, batches=batches)
     body = []
     for axis, values in AXES.items():
         for value in values:
@@ -58,10 +58,9 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
             beside = any(row["overlapped"] for row in rows if row["entry"].startswith(f"{name}: "))
             mark = " (beside another measurement)" if beside else ""
             body.append((f"{axis} {value}{mark}", *_cells(rows, name, plain, fast)))
-    done = 1 + max(row["repetition"] for row in rows)
     heading = (
-        f"{done} repetitions, interleaved, each run in a fresh process; {batches} batches count, after half as many "
-        "(at least two); medians [lowest, highest]. Where nothing else is said: "
+        f"{repetitions} repetitions, interleaved, each run in a fresh process; {batches} batches count, after half as "
+        "many (at least two); medians [lowest, highest]. Where nothing else is said: "
         + ", ".join(f"{axis} {value}" for axis, value in MIDDLE.items())
         + ". Speeds count all samples; peak memory is the process's or the allocator's."
     )

@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,19 @@ from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.hardware import environment, hardware, summary
 from composer_speedups.recipes import Recipe, load_recipe
 
-__all__ = ["Entry", "Rows", "interleaved", "markdown", "median", "new_folder", "plot", "ratios", "shown", "spread"]
+__all__ = [
+    "Entry",
+    "Rows",
+    "interleaved",
+    "markdown",
+    "median",
+    "new_folder",
+    "plot",
+    "ratios",
+    "shown",
+    "spread",
+    "times_run",
+]
 
 RESULTS = Path(__file__).parent / "results"
 TIMEOUT = 1800  # seconds of one run
@@ -61,6 +74,7 @@ def interleaved(
     repetitions: int,
     batches: int,
     deadline: float | None = None,
+    first: int = 0,
 ) -> Rows:
     """Run every entry once a repetition, each in a fresh process; return one row a run.
 
@@ -71,6 +85,7 @@ def interleaved(
         batches: that count. Half as many, at least two, warm up before them.
         deadline: on the clock of `time.monotonic`: no run is begun after it, one that has begun is stopped `GRACE`
             seconds later, and what has run is what there is.
+        first: the number of the first repetition, where a benchmark does each by itself.
 
     A row's speeds: `samples_per_second` as it was; `real_tokens_per_second`, by which contenders are compared, as
     batches hold more of them or fewer; `flops_per_second` of the model's mathematics. A row is `overlapped` if another
@@ -80,12 +95,14 @@ def interleaved(
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.getenv("PYTHONPATH")]))
     steps = batches + max(2, batches // 2)
     recipes = {name: _large_enough(entry, steps) for name, entry in entries.items()}
-    _write_entries(entries, recipes, folder)
+    if not first:
+        _write_entries(entries, recipes, folder)
     rows, names = [], list(entries)
     with Isolation("benchmarks.contenders:measure", (*PRELOAD, "benchmarks.contenders")) as isolation:
-        for repetition in range(repetitions):
+        for turn in range(repetitions):
+            repetition = first + turn
             # Rotated, so that no entry always follows the same other.
-            for name in names[repetition % len(names) :] + names[: repetition % len(names)]:
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 left = TIMEOUT if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     print(f"out of time after {len(rows)} of {len(names) * repetitions} runs", file=sys.stderr)
@@ -109,6 +126,8 @@ def interleaved(
                 speed = row["samples_per_second"]
                 said = f"{speed:.1f} samples/s" if speed else f"{outcome.status}: {outcome.reason}"
                 print(f"[{len(rows)}/{len(names) * repetitions}] {name}: {said}", file=sys.stderr, flush=True)
+                if isolation.note and len(rows) == 1:
+                    print(isolation.note, file=sys.stderr)
     return rows
 
 
@@ -132,6 +151,17 @@ def ratios(rows: Rows, entry: str, base: str, value: Callable[[dict[str, Any]], 
     of = {(row["entry"], row["repetition"]): value(row) for row in rows}
     pairs = ((of.get((entry, n)), of.get((base, n))) for n in sorted({row["repetition"] for row in rows}))
     return [one / other for one, other in pairs if one and other]
+
+
+def times_run(rows: Rows) -> str:
+    """How often each entry was run; where time ran out, some were run once less.
+
+    >>> times_run([{"entry": "a"}, {"entry": "b"}, {"entry": "a"}])
+    '1 to 2 repetitions'
+    """
+    counts = Counter(row["entry"] for row in rows).values()
+    few, most = min(counts), max(counts)
+    return f"{most} repetition{'s' * (most > 1)}" if few == most else f"{few} to {most} repetitions"
 
 
 def spread(values: Sequence[float], form: str = ".2f", unit: str = "") -> str:

@@ -123,6 +123,7 @@ def test_the_bare_loop_refuses_other_batches() -> None:
         *(("huggingface_best", "cpu/fp32"), ("bare_loop", "cpu/fp32"), ("bare_loop", "cpu/fastest")),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast:FutureWarning")  # by transformers 4.53, in bf16 on a CPU
 def test_contenders_run_and_do_the_same_samples(
     contender: str, recipe: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
