@@ -12,6 +12,7 @@ import torch
 from composer.algorithms.warnings import NoEffectWarning
 from typer.main import get_command
 
+from composer_speedups import registry
 from composer_speedups.cli import app
 from composer_speedups.recipes import load_recipe, suite_names
 
@@ -78,3 +79,9 @@ def test_commands_exist_and_take_what_is_shown(words: list[str]) -> None:
             load_recipe(word)
     if words[0] == "ablate" and "/" not in words[1]:
         assert words[1] in suite_names()
+
+
+def test_the_table_has_every_speed_up() -> None:
+    table = re.search(r"<!-- algorithms -->\n(.*?)<!-- /algorithms -->", DOCUMENTS[0].read_text(), re.DOTALL)
+    assert table is not None
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table[1], re.MULTILINE)) == sorted(registry.keys())
