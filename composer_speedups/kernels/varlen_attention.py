@@ -204,10 +204,9 @@ def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_
     """The output, and for each sequence its q, k, v [heads, length, width] and probabilities, signed."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     spans = _spans(queries, keys, q.shape[1])
-    blocks: list[Block] = [()] * len(spans)
     if shape_only(q):
-        heads, width = q.shape[1:]
-        return out, [_shapes(q, heads, s.q.stop - s.q.start, s.k.stop - s.k.start, width) for s in spans]
+        return out, [_shapes(q, spans)]
+    blocks: list[Block] = [()] * len(spans)
 
     def work(i: int, span: _Span, buffer: _Buffer) -> None:
         qi, ki, vi = (x[at].transpose(0, 1).contiguous() for x, at in ((q, span.q), (k, span.k), (v, span.k)))
@@ -222,10 +221,13 @@ def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_
     return out, blocks
 
 
-def _shapes(like: torch.Tensor, heads: int, queries: int, keys: int, width: int) -> Block:
-    """What `_forward` keeps of one sequence, without the numbers."""
-    sizes = (queries, width), (keys, width), (keys, width), (queries, keys)
-    return tuple(like.new_empty(heads, *size) for size in sizes)
+def _shapes(like: torch.Tensor, spans: list[_Span]) -> Block:
+    """As much as `_forward` keeps of all sequences, without the numbers: one by one, thousands would take minutes."""
+    queries = sum(span.q.stop - span.q.start for span in spans)
+    keys = sum(span.k.stop - span.k.start for span in spans)
+    rest = like.shape[1:]
+    sizes = (queries, *rest), (keys, *rest), (keys, *rest), (sum(span.scores for span in spans),)
+    return tuple(like.new_empty(size) for size in sizes)
 
 
 def _backward(gradient, blocks: list[Block], queries: list[int], keys: list[int], dropout_p: float, scale: float):
