@@ -7,6 +7,7 @@ have imported them already.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,4 +23,4 @@ def check_in_the_interpreter(file: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", str(file)]
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "skipped" not in run.stdout, run.stdout[-500:]
+    assert not re.search(r"\d+ skipped", run.stdout), run.stdout[-500:]
