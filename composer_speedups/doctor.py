@@ -240,7 +240,8 @@ def speedups(device: torch.device) -> Iterator[Finding]:
         for arguments in CHOICES.get(key, [{}]):
             name = key + (f" ({', '.join(map(str, arguments.values()))})" if arguments else "")
             try:
-                reason = registry.build(key, **arguments).unavailable(device)
+                speedup = registry.build(key, **arguments)
+                reason = speedup.unavailable(device) or speedup.too_slow(device)
             except UserError as error:
                 reason = str(error)
             yield Finding(name, reason is None, reason or "")

@@ -12,7 +12,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["IDENTITY", "environment", "hardware", "matmul_peak", "resident_memory", "same_machine", "summary"]
+__all__ = [
+    "IDENTITY",
+    "environment",
+    "hardware",
+    "matmul_peak",
+    "multiplies_bf16",
+    "resident_memory",
+    "same_machine",
+    "suite_section",
+    "summary",
+]
 
 _PACKAGES = (
     "torch",
@@ -63,6 +73,28 @@ def hardware() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether PyTorch has a fast product of bfloat16 matrices on this CPU.
+
+    oneDNN has one for AVX-512 and AMX, and for Arm with BF16. Elsewhere, on most consumers' x86 CPUs and many virtual
+    machines, PyTorch takes a plain loop, which is many times slower than its product in float32. Imports torch.
+    """
+    import torch
+
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def suite_section() -> str:
+    """Which section of a suite is meant for this machine: `cuda`, `cpu`, or `cpu_without_bf16`.
+
+    Answers without importing torch where there is no GPU and Linux tells that the CPU has AVX-512.
+    """
+    if hardware() == "cuda":
+        return "cuda"
+    return "cpu" if "avx512f" in _cpu()["flags"] or multiplies_bf16() else "cpu_without_bf16"
 
 
 def environment() -> dict[str, Any]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from composer_speedups.speedup import SpeedUp
 
 __all__ = [
+    "SUITE_SECTIONS",
     "Recipe",
     "RecipeInfo",
     "Suite",
@@ -47,6 +48,9 @@ PathLike = str | os.PathLike[str]
 DEFAULT = Where("default")
 NOT_INHERITED = ("name", "description", "extends", "published")  # they belong to one recipe, not to its children
 MAX_CHAIN = 30
+# What a suite has for a kind of hardware (`hardware.suite_section`) instead of the values at its top; and the section
+# whose values hold where it has none of its own.
+SUITE_SECTIONS: dict[str, str | None] = {"cpu": None, "cuda": None, "cpu_without_bf16": "cpu"}
 HINTS = {  # what people call things -> how a recipe says it
     "fp16": "mixed_precision: {dtype: fp16}",
     "bf16": "mixed_precision: {dtype: bf16}",
@@ -167,16 +171,17 @@ def load_suite(
 
     Args:
         name_or_path: as in `load_recipe`.
-        hardware: `cpu` or `cuda`: which section of the file is meant, if it has any.
+        hardware: `cpu`, `cuda` or `cpu_without_bf16` (`hardware.suite_section`): which section of the file is meant,
+            if it has any.
         overrides: applied to every recipe, after the suite's own.
         check_arguments: as in `load_recipe`.
     """
-    if hardware not in ("cpu", "cuda"):
-        raise ValueError(f"hardware must be 'cpu' or 'cuda', got {hardware!r}")
+    if hardware not in SUITE_SECTIONS:
+        raise ValueError(f"hardware must be {', '.join(map(repr, SUITE_SECTIONS))}, got {hardware!r}")
     library = _Library()
     path, name = library.find(name_or_path, kind="suite")
     variants = _suite_variants(library.read(path))
-    fields = {key: _validate(SuiteFields, item) for key, item in variants.items()}  # both, whichever is asked for
+    fields = {key: _validate(SuiteFields, item) for key, item in variants.items()}  # all, whichever is asked for
     item, chosen = variants[hardware], fields[hardware]
     items = []
     for index, entry in enumerate(chosen.recipes):
@@ -398,14 +403,15 @@ def check_speedups(recipe: Recipe) -> None:
 def _suite_variants(item: Item) -> dict[str, Item]:
     """The suite as it is on each kind of hardware: a section's values replace those at the top."""
     assert isinstance(item.value, dict)
-    top = {key: value for key, value in item.value.items() if key not in ("cpu", "cuda")}
-    variants = {}
-    for hardware in ("cpu", "cuda"):
+    top = {key: value for key, value in item.value.items() if key not in SUITE_SECTIONS}
+    variants: dict[str, Item] = {}
+    for hardware, parent in SUITE_SECTIONS.items():
         section = item.value.get(hardware, Item({}, item.where))
         if not isinstance(section.value, dict):
             raise RecipeError(
                 f"{section.where}: {hardware} must be a mapping, got {show(section.plain())}. "
                 f"Write e.g. {hardware}: {{recipes: [demo/fp32, demo/bf16], baseline: demo/fp32}}"
             )
-        variants[hardware] = Item({**top, **section.value}, item.where)
+        inherited = variants[parent].value if parent else top
+        variants[hardware] = Item({**inherited, **section.value}, item.where)
     return variants

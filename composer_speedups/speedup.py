@@ -97,6 +97,14 @@ class SpeedUp(Algorithm):
         """
         return None
 
+    def too_slow(self, device: torch.device) -> str | None:
+        """Why this works on `device` but makes training there many times slower, naming the remedy; None where not.
+
+        A Trainer says so and goes on. Studies, tuning and `recommend` leave it out with this reason: a row of hours
+        would tell nothing else.
+        """
+        return None
+
     @abstractmethod
     def install(self, state: State, logger: Logger) -> None:
         """Change model, optimizer or state. Called once per Trainer, in the order of `stage`."""
@@ -187,6 +195,8 @@ def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
         reason = speedup.unavailable(state.device._device)
         if reason is not None:
             raise SpeedUpUnavailable(f"{speedup!r} cannot be used here: {reason}")
+        if (slow := speedup.too_slow(state.device._device)) is not None:
+            log.warning("%r makes training slower here: %s", speedup, slow)
     for speedup in waiting:
         # Composer warns that an algorithm's state will not be restored when a checkpoint was saved without it.
         # A speed-up has no state: that such a checkpoint loads is a promise, not a loss.

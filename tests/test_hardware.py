@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,3 +57,26 @@ def test_other_machines_are_told_apart():
     other = facts | {"cpu": facts["cpu"] | {"model": "abacus"}}
     assert "abacus here" in hardware.same_machine(facts, other)
     assert hardware.same_machine(facts, facts | {"commit": {"id": "0" * 40, "clean": False}}) == ""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="x86 and Linux tell")
+def test_bf16_products_need_avx512():
+    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    assert hardware.multiplies_bf16() == ({"avx512bw", "avx512dq", "avx512vl"} <= flags)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "products", "section"),
+    [
+        ("cuda", [], False, "cuda"),
+        ("cpu", ["avx2"], False, "cpu_without_bf16"),
+        ("cpu", ["avx2", "avx512f"], None, "cpu"),
+        ("cpu", ["asimd", "bf16"], True, "cpu"),
+    ],
+)
+def test_sections_of_suites(kind: str, flags: list[str], products: bool | None, section: str, monkeypatch):
+    monkeypatch.setattr(hardware, "hardware", lambda: kind)
+    monkeypatch.setattr(hardware, "_cpu", lambda: {"flags": flags})
+    # None: not to be asked, as it would import torch.
+    monkeypatch.setattr(hardware, "multiplies_bf16", lambda: pytest.fail("asked") if products is None else products)
+    assert hardware.suite_section() == section

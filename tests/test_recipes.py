@@ -16,6 +16,7 @@ from composer_speedups import registry
 from composer_speedups.errors import RecipeError
 from composer_speedups.recipe_schema import LOGGERS
 from composer_speedups.recipes import (
+    SUITE_SECTIONS,
     Recipe,
     list_recipes,
     load_recipe,
@@ -133,7 +134,7 @@ def test_every_shipped_value_has_a_comment_or_a_plain_reason(name: str) -> None:
             assert line is not None or re.search(r"# (Batch size|The batch|The row)", text) or "extends" in text
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
+@pytest.mark.parametrize("hardware", SUITE_SECTIONS)
 @pytest.mark.parametrize("name", suite_names())
 def test_every_suite_loads(name: str, hardware: str) -> None:
     suite = load_suite(name, hardware, check_arguments=False)
@@ -161,8 +162,14 @@ def test_demo_downloads_nothing_but_a_model_and_scales_down_on_a_cpu() -> None:
         *("fp32", "foreach_adamw", "tf32", "fp16", "bf16", "compile", "apex_fused_adamw", "fused_layer_norm"),
         *("low_precision_norm", "fused_adamw", "bnb_adamw", "adamw_8bit", "fastest"),
     ]
-    for recipe in cpu.recipes:
+    without_bf16 = load_suite("demo", "cpu_without_bf16", check_arguments=False)
+    assert [r.name.removeprefix("demo/") for r in without_bf16.recipes] == [
+        *("fp32", "foreach_adamw", "tf32", "fp16", "bf16"),
+        *("fused_adamw_fp32", "compile_fp32", "unpadding_fp32", "fastest_fp32"),
+    ]
+    for recipe in (*cpu.recipes, *without_bf16.recipes):
         assert (recipe.task.name, recipe.model.pretrained, recipe.task.max_length) == ("docstrings", False, 128)
+        assert "mixed_precision" not in recipe.speedups or not recipe.name.endswith("_fp32")
 
 
 def test_lists_quickly_without_torch() -> None:
@@ -765,18 +772,24 @@ def test_own_suite_with_own_recipe(write) -> None:
     name = write(
         "description: two\nbaseline: finetune/fp32\nrecipes: [finetune/fp32, mine.yaml]\n"
         "overrides:\n  duration: 5ba\n  speedups: {foreach_adamw: null}\n"
-        "cuda:\n  recipes: [mine.yaml]\n  baseline: mine.yaml\n",
+        "cuda:\n  recipes: [mine.yaml]\n  baseline: mine.yaml\n"
+        "cpu: {description: one of a CPU}\ncpu_without_bf16: {overrides: {duration: 7ba}}\n",
         "sub/suite.yaml",
     )
     suite = load_suite(name, "cpu", ["seed=3"], check_arguments=False)
-    assert (suite.name, suite.description, suite.baseline, suite.hardware) == ("suite", "two", "finetune/fp32", "cpu")
+    assert (suite.name, suite.description, suite.baseline, suite.hardware) == (
+        *("suite", "one of a CPU", "finetune/fp32", "cpu"),
+    )
     assert [r.name for r in suite.recipes] == ["finetune/fp32", "mine"]
     assert [(r.duration, r.seed) for r in suite.recipes] == [("5ba", 3)] * 2
     assert all("foreach_adamw" not in r.speedups for r in suite.recipes)
     assert suite.recipes[0].provenance["duration"] == "sub/suite.yaml:5"
     suite = load_suite(name, "cuda", check_arguments=False)
     assert [r.name for r in suite.recipes] == ["mine"]
-    assert suite.baseline == "mine"
+    assert (suite.description, suite.baseline) == ("two", "mine")
+    suite = load_suite(name, "cpu_without_bf16", check_arguments=False)
+    assert (suite.description, suite.baseline) == ("one of a CPU", "finetune/fp32"), "the CPU's, where it has no own"
+    assert [r.duration for r in suite.recipes] == ["7ba", "7ba"]
 
 
 def test_override_of_an_argument_is_for_the_rows_that_have_it() -> None:
@@ -818,8 +831,8 @@ def test_mistaken_suites(write, text: str, expected: str) -> None:
     assert expected in refusal(write(text), loader=load_suite)
 
 
-def test_hardware_is_one_of_two() -> None:
-    with pytest.raises(ValueError, match="must be 'cpu' or 'cuda', got 'tpu'"):
+def test_hardware_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match="must be 'cpu', 'cuda', 'cpu_without_bf16', got 'tpu'"):
         load_suite("demo", "tpu")
 
 

@@ -202,7 +202,7 @@ def _load(what: list[str]) -> tuple[str, list[Recipe], str]:
         raise RecipeError(f"{suites[0]} is a suite: name one suite, or recipes, not both")
     # The speed-ups' arguments are checked in the first fresh process: this one stays free of torch.
     if suites:
-        suite = load_suite(suites[0], hardware.hardware(), overrides, check_arguments=False)
+        suite = load_suite(suites[0], hardware.suite_section(), overrides, check_arguments=False)
         return suite.name, suite.recipes, suite.baseline
     recipes = load_recipes(names, overrides, check_arguments=False)
     return recipes[0].name.rpartition("/")[2] if len(recipes) == 1 else "study", recipes, recipes[0].name
@@ -218,9 +218,10 @@ def _is_suite_file(name: str) -> bool:
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return False
     from composer_speedups.recipe_yaml import read_file
+    from composer_speedups.recipes import SUITE_SECTIONS
 
     value = read_file(path, str(path)).value
-    sections = [value, *(value[k].value for k in ("cpu", "cuda") if k in value)] if isinstance(value, dict) else []
+    sections = [value, *(value[k].value for k in SUITE_SECTIONS if k in value)] if isinstance(value, dict) else []
     return any(isinstance(section, dict) and "recipes" in section for section in sections)
 
 

@@ -36,8 +36,8 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         report: not used.
 
     Returns:
-        `environment`, `skip` (recipe's name -> why it cannot run here), `peaks` (precision -> FLOP/s), and
-        `error`: what is wrong with a recipe, or an empty string.
+        `environment`, `skip` (recipe's name -> why it cannot run here, or should not), `peaks` (precision -> FLOP/s)
+        and `error`: what is wrong with a recipe, or an empty string.
     """
     import torch
 
@@ -53,7 +53,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
             continue
         except UserError as error:
             return answer | {"error": str(error)}
-        reasons = {s.key(): why for s in speedups if (why := s.unavailable(device)) is not None}
+        reasons = {s.key(): why for s in speedups if (why := s.unavailable(device) or s.too_slow(device))}
         if reasons:
             # Inherited speed-ups stand first: the last one is the row's own, and its reason the telling one.
             *others, (key, why) = reasons.items()

@@ -10,7 +10,8 @@ GradScaler scales the loss, and skips the steps whose gradients are inf or NaN. 
 and needs no scaler.
 
 **When it pays.** On GPUs nearly always: fp16 from Volta on, bf16 from Ampere on. On CPUs only with AMX or
-AVX512-BF16 in hardware; elsewhere bf16 is emulated, correct but slow.
+AVX512-BF16 in hardware; with plain AVX-512 bf16 is emulated, correct but slower than float32; without AVX-512 (most
+consumers' CPUs) PyTorch multiplies in a plain loop, many times slower: a study skips such a row and says why.
 
 **Needs.** fp16: a CUDA GPU. bf16: a CUDA GPU of compute capability 8.0 (Ampere), or any CPU. Composer itself
 refuses mixed precision on the CPU: there `state.precision` stays fp32, and autocast is put around `forward`,
@@ -33,6 +34,7 @@ from composer.core import Event, Precision, State
 from composer.loggers import Logger
 
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+from composer_speedups.hardware import multiplies_bf16
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import override_methods, overrides
 
@@ -92,6 +94,14 @@ class MixedPrecision(SpeedUp):
 
     def unavailable(self, device: torch.device) -> str | None:
         return _unavailable(self.dtype, device)
+
+    def too_slow(self, device: torch.device) -> str | None:
+        if self.dtype != "bf16" or device.type != "cpu" or multiplies_bf16():
+            return None
+        return (
+            "this CPU has neither AVX-512 nor AMX, and without them PyTorch's bf16 products take many times as long as "
+            "float32's. Leave it out, as cpu/fastest_fp32 does"
+        )
 
     def install(self, state: State, logger: Logger) -> None:
         before = state.precision.value

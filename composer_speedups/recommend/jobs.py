@@ -32,7 +32,8 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
             cls = registry.speedup_class(key)
             name = ".".join([key, *map(str, arguments.values())])
             try:
-                reason = registry.build(key, **arguments).unavailable(device)
+                speedup = registry.build(key, **arguments)
+                reason = speedup.unavailable(device) or speedup.too_slow(device)
             except UserError as error:
                 reason = str(error)
             if reason is not None:

@@ -16,7 +16,7 @@ import composer_speedups.tuning.tune  # noqa: F401  makes its own `Entries` befo
 from composer_speedups.ablation import command, study
 from composer_speedups.ablation.store import Store
 from composer_speedups.cli import main
-from composer_speedups.recipes import load_suite, suite_names
+from composer_speedups.recipes import SUITE_SECTIONS, load_suite, suite_names
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def test_a_row_that_trains_longer_or_pads_otherwise_is_told(tmp_path: Path, caps
     assert "as_long: " not in text
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
+@pytest.mark.parametrize("hardware", SUITE_SECTIONS)
 @pytest.mark.parametrize("name", suite_names())
 def test_the_rows_of_shipped_suites_train_the_same(name: str, hardware: str):
     suite = load_suite(name, hardware, check_arguments=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from composer_speedups.ablation.jobs import survey
+from composer_speedups.algorithms import mixed_precision
 from composer_speedups.recipes import Recipe, load_recipe
 
 
@@ -31,3 +32,13 @@ def test_a_contradiction_is_the_users_mistake_or_a_plans_row_to_skip():
     assert "contradict each other" in asked["error"] and asked["skip"] == {}
     planned = look(contradictory(), planned=True)
     assert planned["error"] == "" and "contradict each other" in planned["skip"]["demo/compile"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies bf16")
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_bf16_where_it_would_take_hours_is_skipped_with_the_reason(monkeypatch, multiplies: bool):
+    monkeypatch.setattr(mixed_precision, "multiplies_bf16", lambda: multiplies)
+    names = ("cpu/fp32", "cpu/bf16", "cpu/fastest", "cpu/fastest_fp32")
+    found = look(*(load_recipe(name, check_arguments=False) for name in names))
+    assert found["error"] == "" and set(found["skip"]) == (set() if multiplies else {"cpu/bf16", "cpu/fastest"})
+    assert all("mixed_precision: this CPU has neither AVX-512 nor AMX" in reason for reason in found["skip"].values())

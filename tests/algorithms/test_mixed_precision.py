@@ -12,6 +12,7 @@ from small import BatchDataset, bert_config, padded_batch
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups import MixedPrecision, apply_mixed_precision, registry
+from composer_speedups.algorithms import mixed_precision
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.surgery import override_methods, overrides
 
@@ -195,6 +196,20 @@ def test_bf16_on_an_old_gpu(monkeypatch) -> None:
     assert MixedPrecision("fp16").unavailable(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
     assert MixedPrecision("bf16").unavailable(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_a_cpu_that_only_emulates_bf16_is_told_and_trains(make_trainer, monkeypatch, caplog, multiplies: bool) -> None:
+    monkeypatch.setattr(mixed_precision, "multiplies_bf16", lambda: multiplies)
+    algorithm = MixedPrecision("bf16")
+    reason = algorithm.too_slow(torch.device("cpu"))
+    assert (reason is None) == multiplies and algorithm.unavailable(torch.device("cpu")) is None
+    assert MixedPrecision("fp16").too_slow(torch.device("cpu")) is None
+    assert algorithm.too_slow(torch.device("cuda")) is None
+    make_trainer([algorithm]).fit()
+    assert algorithm.evidence["output_dtype"] == "bfloat16"
+    said = [record.getMessage() for record in caplog.records if "makes training slower here" in record.getMessage()]
+    assert len(said) == (not multiplies) and all("Leave it out, as cpu/fastest_fp32 does" in text for text in said)
 
 
 def test_sets_composers_precision_on_a_gpu_and_refuses_another_in_fit(make_trainer, monkeypatch) -> None:
