@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Entry, Rows, interleaved, markdown, plot, ratios, shown, spread
+from composer_speedups.hardware import suite_section
 
 __all__ = ["run"]
 
@@ -39,22 +40,28 @@ def run(folder: Path, repetitions: int, batches: int) -> str:
     ]
     head = ("", "seconds compiling", "first step, seconds", f"against {base}", "samples/s afterwards")
     heading = (
-        f"{repetitions} repetitions, each run in a fresh process; cpu/bf16 with {_LAYERS} layers and batch "
+        f"{repetitions} repetitions, each run in a fresh process; {_recipe()} with {_LAYERS} layers and batch "
         f"{_BATCH}; median [lowest, highest]; ratios of the seconds within each repetition."
     )
     plot(folder, {name: _seconds(rows, name) for name in _entries("")}, "seconds compiling")
     return markdown(folder, heading, head, body)
 
 
+def _recipe() -> str:
+    return "cpu/fp32" if suite_section() == "cpu_without_bf16" else "cpu/bf16"
+
+
 def _entries(cache: str) -> dict[str, Entry]:
+    recipe = _recipe()
+
     def entry(scope: str) -> Entry:
         compile = f"speedups.torch_compile={{scope: {scope}, cache_dir: '{cache}/{scope}'}}"
-        return Entry("ours", "cpu/bf16", (*_SIZES, compile))
+        return Entry("ours", recipe, (*_SIZES, compile))
 
     return {
-        "not compiled": Entry("ours", "cpu/bf16", _SIZES),
-        "whole model, PyTorch's own, cold": Entry("bare_loop", "cpu/bf16", _SIZES, {"compile_cache": f"{cache}/own"}),
-        "whole model, PyTorch's own, warm": Entry("bare_loop", "cpu/bf16", _SIZES, {"compile_cache": f"{cache}/own"}),
+        "not compiled": Entry("ours", recipe, _SIZES),
+        "whole model, PyTorch's own, cold": Entry("bare_loop", recipe, _SIZES, {"compile_cache": f"{cache}/own"}),
+        "whole model, PyTorch's own, warm": Entry("bare_loop", recipe, _SIZES, {"compile_cache": f"{cache}/own"}),
         "whole model, cold": entry("model"),
         "whole model, warm": entry("model"),
         "block, cold": entry("block"),

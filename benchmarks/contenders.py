@@ -229,10 +229,10 @@ def _grouped(lengths: np.ndarray, job: Job) -> list[int]:
     return [i for batch in spread_over(job.steps - job.counted) + spread_over(job.counted) for i in batch]
 
 
-def _huggingface_best(job: Job, torch_compile: bool = False) -> Result:
+def _huggingface_best(job: Job, torch_compile: bool = False, bf16: bool = True) -> Result:
     """bf16, fused AdamW, dynamic padding with lengths grouped, SDPA, no look at the loss for NaN (which would wait for
     the GPU at each step); compiled if asked for."""
-    best = {"bf16": True, "optim": "adamw_torch_fused", "torch_compile": torch_compile, "logging_nan_inf_filter": False}
+    best = {"bf16": bf16, "optim": "adamw_torch_fused", "torch_compile": torch_compile, "logging_nan_inf_filter": False}
     return _huggingface(job, grouped=True, **best)
 
 

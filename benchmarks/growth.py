@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Entry, Rows, interleaved, markdown, median, plot, ratios, spread
-from composer_speedups.hardware import hardware
+from composer_speedups.hardware import suite_section
 
 __all__ = ["run"]
 
@@ -22,7 +22,11 @@ AXES = {
     "layers": (2, 4, 8, 12),
 }
 MIDDLE: dict[str, Any] = {"length": 256, "batch": 16, "padding": 0.4, "layers": 4}
-_RECIPES = {"cpu": ("cpu/bf16", "cpu/fastest"), "cuda": ("finetune/bf16", "finetune/fastest")}
+_RECIPES = {
+    "cpu": ("cpu/bf16", "cpu/fastest"),
+    "cpu_without_bf16": ("cpu/fp32", "cpu/fastest_fp32"),
+    "cuda": ("finetune/bf16", "finetune/fastest"),
+}
 
 
 def points() -> list[dict[str, Any]]:
@@ -44,7 +48,7 @@ def overrides(point: dict[str, Any]) -> tuple[str, ...]:
 
 def run(folder: Path, repetitions: int, batches: int) -> str:
     """Measure into `folder`; return the table."""
-    plain, fast = _RECIPES[hardware()]
+    plain, fast = _RECIPES[suite_section()]
     entries = {
         f"{_name(point)}: {recipe}": Entry("ours", recipe, overrides(point))
         for point in points()

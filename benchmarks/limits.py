@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import markdown, plot, spread
-from composer_speedups.hardware import hardware, matmul_peak
+from composer_speedups.errors import UserError
+from composer_speedups.hardware import hardware, matmul_peak, suite_section
 
 __all__ = ["run"]
 
@@ -44,6 +45,8 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
     import torch
 
     device = torch.device(hardware())
+    if suite_section() == "cpu_without_bf16":
+        raise UserError("limits measures kernels in bf16, and this CPU has no bf16 products: measure peers or growth")
     torch.manual_seed(0)
     tokens, width = batches * (8192 if device.type == "cuda" else 1024), 768 if device.type == "cuda" else 256
     kernels = [

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Entry, Rows, interleaved, markdown, plot, ratios, shown, spread, times_run
-from composer_speedups.hardware import hardware, matmul_peak
+from composer_speedups.hardware import hardware, matmul_peak, suite_section
 
 __all__ = ["ENTRIES", "run"]
 
@@ -39,6 +39,22 @@ ENTRIES = {
         "ours: cpu/unpadding (bf16)": Entry("ours", "cpu/unpadding"),
         "ours: cpu/fastest": Entry("ours", "cpu/fastest"),
         "bare loop with the kernels of cpu/fastest": Entry("bare_loop", "cpu/fastest"),
+    },
+    # As above, all in float32: bf16 would take many times as long.
+    "cpu_without_bf16": {
+        "ours: cpu/fp32": Entry("ours", "cpu/fp32"),
+        "Composer, as most use it (fp32, DecoupledAdamW)": Entry("composer", "cpu/fp32"),
+        "Composer, best (fp32, compiled)": Entry("composer_best", "cpu/fp32"),
+        "Hugging Face Trainer, as most use it (fp32, padded)": Entry("huggingface", "cpu/fp32"),
+        "Hugging Face Trainer, best (fp32, fused AdamW, group by length)": Entry(
+            "huggingface_best", "cpu/fp32", (), {"bf16": False}
+        ),
+        "Hugging Face Trainer, best, compiled": Entry(
+            "huggingface_best", "cpu/fp32", (), {"bf16": False, "torch_compile": True}
+        ),
+        "ours: cpu/unpadding in fp32": Entry("ours", "cpu/unpadding", ("speedups.mixed_precision=null",)),
+        "ours: cpu/fastest_fp32": Entry("ours", "cpu/fastest_fp32"),
+        "bare loop with the kernels of cpu/fastest_fp32": Entry("bare_loop", "cpu/fastest_fp32"),
     },
     "cuda": {
         "ours: finetune/fp32 (TF32 off)": Entry("ours", "finetune/fp32", _FINETUNE),
@@ -85,11 +101,13 @@ ENTRIES = {
 
 def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None, only: tuple[str, ...] = ()) -> str:
     """Measure into `folder`; return the table."""
-    entries = ENTRIES[hardware()]
+    section = suite_section()
+    entries = ENTRIES[section]
     chosen = {name: entry for name, entry in entries.items() if not only or any(part in name for part in only)}
     if not chosen:
         raise SystemExit(f"error: --only {' '.join(only)}: no such entry. There are: {', '.join(entries)}")
-    peak = matmul_peak(hardware(), "bf16")
+    precision = "fp32" if section == "cpu_without_bf16" else "bf16"
+    peak = matmul_peak(hardware(), precision)
     rows = interleaved(chosen, folder, repetitions=repetitions, batches=batches, deadline=deadline)
     if not rows:
         return "peers: no time was left for any run\n"
@@ -99,8 +117,8 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
         "as many; median over the runs [lowest, highest]; ratios of real tokens per second within each repetition, "
         "against the first line of its kind, and of the fastest of its kind against this. MFU: the whole model's "
         "mathematics on real tokens (also what last_layer_subset finds nobody to read, a part of one layer), of the "
-        f"bf16 matmul peak measured here, {peak / 1e12:.3g} TFLOP/s. Memory: the peak of the process or of the GPU's "
-        "allocator."
+        f"{precision} matmul peak measured here, {peak / 1e12:.3g} TFLOP/s. Memory: the peak of the process or of the "
+        "GPU's allocator."
     )
     head = (
         "",

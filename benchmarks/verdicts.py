@@ -23,6 +23,7 @@ from rich.console import Console
 from benchmarks.harness import markdown
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.study import Entries, run_study
+from composer_speedups.hardware import suite_section
 from composer_speedups.recipes import Recipe, load_recipe
 
 __all__ = ["run", "train"]
@@ -61,7 +62,8 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> Any:
 
 def run(folder: Path, repetitions: int, batches: int) -> str:
     """Make `repetitions` A/A studies and the planted ones; return the table. `batches` is the steps of a run."""
-    base = load_recipe("demo/bf16", (*_SMALL, f"duration={batches}ba"), check_arguments=False)
+    recipe = "demo/fp32" if suite_section() == "cpu_without_bf16" else "demo/bf16"
+    base = load_recipe(recipe, (*_SMALL, f"duration={batches}ba"), check_arguments=False)
     lines: list[tuple[str, ...]] = []
     claims = 0
     for number in range(repetitions):
