@@ -209,7 +209,7 @@ def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
             f"native: {', '.join(native)}" if native else "emulated, so slower than fp32: this CPU has no bf16 products"
         )
         yield Finding("bf16", bool(native), text)
-        yield Finding("fp16", False, "it needs a CUDA GPU. Use bf16")
+        yield Finding("fp16", False, f"it needs a CUDA GPU{'. Use bf16' if native else ''}")
         yield Finding("fp8", False, "it needs an Ada, Hopper or newer GPU")
     yield _flash(gpus)
     triton = importlib.util.find_spec("triton") is not None

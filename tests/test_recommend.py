@@ -92,7 +92,8 @@ def test_too_little_time_for_all_measures_the_doctors_choice(tmp_path: Path, mon
     monkeypatch.setenv("RECOMMEND_STEP", "0.4")
     start = time.monotonic()
     found, text = made(tmp_path / "out", minutes=0.35)
-    assert time.monotonic() - start < 30, "about the 21 seconds that it was given"
+    # It was given 21 seconds. All the candidates would take minutes; a slow machine takes some more to start.
+    assert time.monotonic() - start < 60
     assert "too few to look at" in text and "Give more --minutes" in text
     assert found.answer.rejected["fast_dropout"].startswith("not tried")
     assert found.path is not None and load_recipe(found.path, check_arguments=False).batch_size == 8

@@ -168,7 +168,7 @@ def _checked(dtype: Any) -> str:
 def _unavailable(dtype: str, device: torch.device) -> str | None:
     if device.type == "cpu":
         if dtype == "fp16":
-            return "fp16 needs a CUDA GPU, and this is a CPU. Use bf16"
+            return f"fp16 needs a CUDA GPU, and this is a CPU. {'Use bf16' if multiplies_bf16() else 'Leave it out'}"
         return None
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"there is no CUDA GPU for device {str(device)!r}. Use bf16 on the CPU"
