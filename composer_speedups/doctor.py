@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     from composer_speedups.memory import Memory
     from composer_speedups.recipes import Recipe
 
-__all__ = ["CHOICES", "Diagnosis", "Finding", "Need", "capabilities", "examine", "memory_need", "sizes", "speedups"]
+__all__ = [
+    "CHOICES",
+    "Diagnosis",
+    "Finding",
+    "Need",
+    "capabilities",
+    "choices",
+    "examine",
+    "memory_need",
+    "sizes",
+    "speedups",
+]
 
 # Arguments of those speed-ups that have no defaults: each choice is a line of its own.
 CHOICES: dict[str, list[dict[str, Any]]] = {
@@ -235,16 +246,20 @@ def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
 
 def speedups(device: torch.device) -> Iterator[Finding]:
     """Every speed-up of this package, and what it says of this machine."""
-    keys = registry.keys()
-    for key in keys:
+    for key, arguments, reason in choices(device):
+        name = key + (f" ({', '.join(map(str, arguments.values()))})" if arguments else "")
+        yield Finding(name, reason is None, reason or "")
+
+
+def choices(device: torch.device) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """Every registered speed-up's key, with each of its choices of arguments, and why not to use it on `device`."""
+    for key in registry.keys():
         for arguments in CHOICES.get(key, [{}]):
-            name = key + (f" ({', '.join(map(str, arguments.values()))})" if arguments else "")
             try:
                 speedup = registry.build(key, **arguments)
-                reason = speedup.unavailable(device) or speedup.too_slow(device)
+                yield key, arguments, speedup.unavailable(device) or speedup.too_slow(device)
             except UserError as error:
-                reason = str(error)
-            yield Finding(name, reason is None, reason or "")
+                yield key, arguments, str(error)
 
 
 def sizes(config: Any) -> list[Finding]:

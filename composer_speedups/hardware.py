@@ -90,11 +90,13 @@ def multiplies_bf16() -> bool:
 def suite_section() -> str:
     """Which section of a suite is meant for this machine: `cuda`, `cpu`, or `cpu_without_bf16`.
 
-    Answers without importing torch where there is no GPU and Linux tells that the CPU has AVX-512.
+    Answers without importing torch where there is no GPU and Linux tells whether an x86 CPU has AVX-512.
     """
     if hardware() == "cuda":
         return "cuda"
-    return "cpu" if "avx512f" in _cpu()["flags"] or multiplies_bf16() else "cpu_without_bf16"
+    flags = _cpu()["flags"]
+    multiplies = "avx512f" in flags if {"avx2", "avx512f"} & set(flags) else multiplies_bf16()
+    return "cpu" if multiplies else "cpu_without_bf16"
 
 
 def environment() -> dict[str, Any]:

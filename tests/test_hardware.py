@@ -69,7 +69,8 @@ def test_bf16_products_need_avx512():
     ("kind", "flags", "products", "section"),
     [
         ("cuda", [], False, "cuda"),
-        ("cpu", ["avx2"], False, "cpu_without_bf16"),
+        ("cpu", ["avx2"], None, "cpu_without_bf16"),
+        ("cpu", [], False, "cpu_without_bf16"),
         ("cpu", ["avx2", "avx512f"], None, "cpu"),
         ("cpu", ["asimd", "bf16"], True, "cpu"),
     ],

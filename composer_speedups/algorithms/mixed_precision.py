@@ -99,8 +99,8 @@ class MixedPrecision(SpeedUp):
         if self.dtype != "bf16" or device.type != "cpu" or multiplies_bf16():
             return None
         return (
-            "this CPU has neither AVX-512 nor AMX, and without them PyTorch's bf16 products take many times as long as "
-            "float32's. Leave it out, as cpu/fastest_fp32 does"
+            "PyTorch has fast bf16 products for CPUs with AVX-512, AMX or Arm's BF16, and this one has none of these: "
+            "they would take many times as long as float32's. Leave it out, as cpu/fastest_fp32 does"
         )
 
     def install(self, state: State, logger: Logger) -> None:

@@ -27,20 +27,14 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
     device = torch.device(hardware.hardware())
     found: list[dict[str, Any]] = []
     unavailable: dict[str, str] = {}
-    for key in registry.keys():
-        for arguments in doctor.CHOICES.get(key, [{}]):
-            cls = registry.speedup_class(key)
-            name = ".".join([key, *map(str, arguments.values())])
-            try:
-                speedup = registry.build(key, **arguments)
-                reason = speedup.unavailable(device) or speedup.too_slow(device)
-            except UserError as error:
-                reason = str(error)
-            if reason is not None:
-                unavailable[name] = reason
-                continue
-            stage = cls.stage.name
-            found.append({"name": name, "key": key, "arguments": arguments, "slot": cls.slot or key, "stage": stage})
+    for key, arguments, reason in doctor.choices(device):
+        name = ".".join([key, *map(str, arguments.values())])
+        if reason is not None:
+            unavailable[name] = reason
+            continue
+        cls = registry.speedup_class(key)
+        stage = cls.stage.name
+        found.append({"name": name, "key": key, "arguments": arguments, "slot": cls.slot or key, "stage": stage})
     try:
         first = doctor.examine(recipe.model.name).first
     except UserError:  # building the task will say what is wrong with the model
