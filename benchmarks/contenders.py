@@ -230,8 +230,8 @@ def _grouped(lengths: np.ndarray, job: Job) -> list[int]:
 
 
 def _huggingface_best(job: Job, torch_compile: bool = False, bf16: bool = True) -> Result:
-    """bf16, fused AdamW, dynamic padding with lengths grouped, SDPA, no look at the loss for NaN (which would wait for
-    the GPU at each step); compiled if asked for."""
+    """bf16 unless told otherwise, fused AdamW, dynamic padding with lengths grouped, SDPA, no look at the loss for NaN
+    (which would wait for the GPU at each step); compiled if asked for."""
     best = {"bf16": bf16, "optim": "adamw_torch_fused", "torch_compile": torch_compile, "logging_nan_inf_filter": False}
     return _huggingface(job, grouped=True, **best)
 

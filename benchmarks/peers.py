@@ -25,14 +25,19 @@ _MLM = (f"task={{{_LENGTHS}, objective: mlm}}", *_CUDA)
 _PEER = (*_FINETUNE, "model.attn_implementation=sdpa")
 _MEMORY = ("batch_size=4", "model.pretrained=false")
 
+# On every CPU, name in the table -> what runs.
+_CPU = {
+    "ours: cpu/fp32": Entry("ours", "cpu/fp32"),
+    "Composer, as most use it (fp32, DecoupledAdamW)": Entry("composer", "cpu/fp32"),
+    "Composer, best (fp32, compiled)": Entry("composer_best", "cpu/fp32"),
+    "Hugging Face Trainer, as most use it (fp32, padded)": Entry("huggingface", "cpu/fp32"),
+}
+
 # name in the table -> what runs. Of each kind (`_kind`) the first is what speed-ups are ratios to. On a GPU, where time
 # may run out, what decides about the targets comes first.
 ENTRIES = {
     "cpu": {
-        "ours: cpu/fp32": Entry("ours", "cpu/fp32"),
-        "Composer, as most use it (fp32, DecoupledAdamW)": Entry("composer", "cpu/fp32"),
-        "Composer, best (fp32, compiled)": Entry("composer_best", "cpu/fp32"),
-        "Hugging Face Trainer, as most use it (fp32, padded)": Entry("huggingface", "cpu/fp32"),
+        **_CPU,
         "Hugging Face Trainer, best (bf16, fused AdamW, group by length)": Entry("huggingface_best", "cpu/fp32"),
         "Hugging Face Trainer, best, compiled": Entry("huggingface_best", "cpu/fp32", (), {"torch_compile": True}),
         "ours: cpu/bf16 (padded)": Entry("ours", "cpu/bf16"),
@@ -42,10 +47,7 @@ ENTRIES = {
     },
     # As above, all in float32: bf16 would take many times as long.
     "cpu_without_bf16": {
-        "ours: cpu/fp32": Entry("ours", "cpu/fp32"),
-        "Composer, as most use it (fp32, DecoupledAdamW)": Entry("composer", "cpu/fp32"),
-        "Composer, best (fp32, compiled)": Entry("composer_best", "cpu/fp32"),
-        "Hugging Face Trainer, as most use it (fp32, padded)": Entry("huggingface", "cpu/fp32"),
+        **_CPU,
         "Hugging Face Trainer, best (fp32, fused AdamW, group by length)": Entry(
             "huggingface_best", "cpu/fp32", (), {"bf16": False}
         ),
