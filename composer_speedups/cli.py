@@ -15,10 +15,11 @@ from typing import Annotated
 
 import typer
 
-from composer_speedups.ablation import command as ablation
+from composer_speedups.ablate_command import ABLATE_EXAMPLE, ablate
 from composer_speedups.doctor_command import DOCTOR_EXAMPLE, doctor
 from composer_speedups.errors import UserError
 from composer_speedups.recommend_command import RECOMMEND_EXAMPLE, recommend
+from composer_speedups.report_command import REPORT_EXAMPLE, report
 from composer_speedups.tune_command import TUNE_EXAMPLE, tune
 
 __all__ = ["app", "main"]
@@ -157,8 +158,8 @@ def train(
     return run(loaded, seed=seed, save=save, resume=resume, checkpoint_interval=checkpoint_interval)
 
 
-app.command(epilog=ablation.ABLATE_EXAMPLE)(ablation.ablate)
-app.command(epilog=ablation.REPORT_EXAMPLE)(ablation.report)
+app.command(epilog=ABLATE_EXAMPLE)(ablate)
+app.command(epilog=REPORT_EXAMPLE)(report)
 app.command(epilog=TUNE_EXAMPLE)(tune)
 app.command(epilog=RECOMMEND_EXAMPLE)(recommend)
 app.command(epilog=DOCTOR_EXAMPLE)(doctor)

@@ -42,9 +42,9 @@ def recommend(
     A short run of each that applies, then the best together, repeated against the plain recipe. The same command again
     goes on where it was stopped.
     """
-    from composer_speedups.ablation.command import stop_on_termination
     from composer_speedups.ablation.terminal import make_console
     from composer_speedups.recommend.run import recommend as run
+    from composer_speedups.termination import stop_on_termination
 
     if not minutes > 0:
         raise UserError(f"--minutes must be positive, got {minutes:g}. Write e.g. --minutes 15")

@@ -45,9 +45,9 @@ def tune(
 
     Each try is a fresh process. The same command again goes on where it was stopped.
     """
-    from composer_speedups.ablation.command import stop_on_termination
     from composer_speedups.ablation.terminal import make_console
     from composer_speedups.recipes import load_recipe
+    from composer_speedups.termination import stop_on_termination
     from composer_speedups.tuning.tune import Settings
     from composer_speedups.tuning.tune import tune as run
     from composer_speedups.tuning.written import extends_as

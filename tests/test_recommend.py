@@ -271,7 +271,7 @@ def test_short_runs_do_not_judge_quality_and_say_what_would():
 
 
 def test_the_command_that_compares_quality_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from composer_speedups.ablation.command import _load
+    from composer_speedups.ablation.selection import load_rows
 
     monkeypatch.setenv("RECOMMEND_WORSE", "1")
     found, _ = made(tmp_path / "an out")
@@ -279,7 +279,7 @@ def test_the_command_that_compares_quality_works(tmp_path: Path, monkeypatch: py
     command = shlex.split(found.answer.sentence.partition("`")[2].partition("`")[0])
     assert command[:2] == ["composer-speedups", "ablate"]
     assert command[4:] == ["--seeds", "3", "--out", str(tmp_path / "an out" / "quality")]
-    _, (bare, full), baseline = _load(command[2:4])
+    _, (bare, full), baseline = load_rows(command[2:4])
     assert (bare.name, full.name, baseline) == ("plain", "recommended", "plain") and bare.speedups == PLAIN
     assert full.speedups == found.recipe.speedups and bare.duration == full.duration == "1ep"
     assert bare.batch_size == full.batch_size and bare.evaluate is full.evaluate is True

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 import composer_speedups.tuning.tune  # noqa: F401  makes its own `Entries` before `_fake_runs` replaces the class
-from composer_speedups.ablation import command, study
+from composer_speedups.ablation import study
+from composer_speedups.ablation.selection import check_trainings
 from composer_speedups.ablation.store import Store
 from composer_speedups.cli import main
 from composer_speedups.recipes import SUITE_SECTIONS, load_suite, suite_names
@@ -135,7 +136,7 @@ def test_a_row_that_trains_longer_or_pads_otherwise_is_told(tmp_path: Path, caps
 def test_the_rows_of_shipped_suites_train_the_same(name: str, hardware: str):
     suite = load_suite(name, hardware, check_arguments=False)
     console = Console(file=io.StringIO())
-    command._check_trainings(suite.recipes, suite.baseline, console)
+    check_trainings(suite.recipes, suite.baseline, console)
     assert console.file.getvalue() == ""
 
 
@@ -205,8 +206,11 @@ def test_the_parent_stays_free_of_torch():
     """A study's own process must not take memory and threads from what it measures."""
     import subprocess
 
-    code = "import sys, composer_speedups.ablation.study, composer_speedups.ablation.command as c; "
-    code += "c._load(['demo/fp32']); print(sorted({'torch', 'composer', 'transformers'} & sys.modules.keys()))"
+    code = (
+        "import sys, composer_speedups.ablate_command, composer_speedups.ablation.study; "
+        "from composer_speedups.ablation.selection import load_rows; load_rows(['demo/fp32']); "
+        "print(sorted({'torch', 'composer', 'transformers'} & sys.modules.keys()))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     # `demo/fp32` alone asks for no GPU, so not even `hardware()` needs torch.
     assert found.strip() == "[]"

@@ -1,0 +1,78 @@
+"""The command `report`. `cli.py` registers it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from composer_speedups.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from composer_speedups.ablation.store import Store
+
+__all__ = ["REPORT_EXAMPLE", "report"]
+
+REPORT_EXAMPLE = "Example: composer-speedups report runs/demo, or report runs/before runs/after"
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, such as runs/demo.")],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[RUN2]", help="A second study, to compare row by row.")
+    ] = None,
+) -> None:
+    """Print a study's table again, and write its files anew from the store; of two studies, compare them."""
+    from composer_speedups.ablation.output import write_all
+    from composer_speedups.ablation.study import show_findings
+    from composer_speedups.ablation.terminal import make_console
+
+    console = make_console()
+    if other is not None:
+        _compare(_folder(run), _folder(other), console)
+        return
+    folder = _folder(run)
+    with _opened(folder) as store:
+        show_findings(write_all(store, folder), console)
+    console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _folder(run: Path) -> Path:
+    folder = run.parent if run.name == "runs.sqlite" else run
+    if not folder.is_dir():
+        raise UserError(f"no study in {folder}: there is no such folder")
+    return folder
+
+
+def _opened(folder: Path) -> Store:
+    from composer_speedups.ablation.store import Store
+
+    store = Store(folder / "runs.sqlite", create=False)
+    if not store.recipes():
+        store.close()
+        raise UserError(f"no study in {folder}: its store is empty")
+    return store
+
+
+def _compare(one: Path, other: Path, console: Console) -> None:
+    from composer_speedups.ablation.compare import caption, compare, comparison_table, differences
+    from composer_speedups.ablation.output import findings
+
+    found = []
+    for folder in (one, other):
+        with _opened(folder) as store:
+            found.append(findings(store))
+    names = (one.name, other.name) if one.name != other.name else ("first", "second")
+    for name, folder, result in zip(names, (one, other), found, strict=True):
+        console.print(f"{name}: {folder}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {result.sentence}", markup=False, highlight=False)
+    changed = differences(*found)
+    console.print("\nIn what their environments differ:" if changed else "\nSame environment.")
+    for line in changed:
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    console.print()
+    console.print(comparison_table(compare(*found), names, console.width))
+    console.print(caption(), style="dim")
