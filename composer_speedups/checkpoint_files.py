@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import pickle
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,23 @@ import torch
 from composer_speedups.errors import CheckpointError
 from composer_speedups.files import move_if_free
 
-__all__ = ["read_file", "write_file"]
+__all__ = ["Damaged", "Unsafe", "read_file", "write_file"]
+
+
+class Damaged(CheckpointError):
+    """A file is not what `torch.save` wrote; `reason` says in what."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} is damaged or no checkpoint: {reason}")
+        self.reason = reason
+
+
+class Unsafe(CheckpointError):
+    """A file asks for classes, in `names`, whose making may run code. Nothing of it was loaded."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        super().__init__(f"{path} holds objects of {', '.join(names)}, which may run code when loaded")
+        self.names = names
 
 
 def read_file(path: Path, allow: Sequence[str] = ()) -> Any:
@@ -28,44 +46,45 @@ def read_file(path: Path, allow: Sequence[str] = ()) -> Any:
         allow: further classes that may be made from it, as `module.Class`; they are imported.
 
     Raises:
-        CheckpointError: it is missing, cut off, no such file, or holds objects of other classes.
+        Damaged: it is cut off, altered, or no such file at all.
+        Unsafe: it holds objects of other classes.
+        CheckpointError: it is missing, a folder, or cannot be opened.
     """
     if path.is_dir():
-        raise CheckpointError(f"{path} is a folder: sharded checkpoints are not converted, save one with one file")
+        raise CheckpointError(f"{path} is a folder: a checkpoint in one file is read here, not a sharded one")
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
         if not zipfile.is_zipfile(path):
             with path.open("rb") as file:
                 cut = file.read(2) == b"PK"
-            what = "is cut off: its end is missing" if cut else "is no checkpoint: torch.save did not write it"
-            raise CheckpointError(f"{path} {what}")
-        with zipfile.ZipFile(path) as file:  # torch's reader does not look at checksums
+            raise Damaged(path, "its end is missing, it is cut off" if cut else "torch.save did not write it")
+        with zipfile.ZipFile(path) as file:  # torch's reader skips checksums: a flipped bit would be another weight
             if (bad := file.testzip()) is not None:
-                raise CheckpointError(f"{path} is damaged: its part {bad} does not match its checksum")
+                raise Damaged(path, f"its part {bad.partition('/')[2]} does not match its checksum")
         with torch.serialization.safe_globals([*_harmless(), *map(_allowed, allow)]):
             if names := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
-                raise CheckpointError(
-                    f"{path} holds objects of {', '.join(sorted(names))}, which may run code when loaded. If you trust "
-                    f"where the file comes from: {' '.join(f'--allow {n}' for n in sorted(names))}"
-                )
+                raise Unsafe(path, sorted(names))
             return torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except OSError as error:
+        if error.errno == errno.EINVAL:  # it names a place in itself that cannot be
+            raise Damaged(path, "it is cut off") from error
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (
         RuntimeError,
         ValueError,
         EOFError,
         KeyError,
+        IndexError,
         TypeError,
         AttributeError,
         pickle.UnpicklingError,
         zipfile.BadZipFile,
+        zlib.error,
     ) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{path} is damaged or no checkpoint: {first}") from error
+        raise Damaged(path, str(error).strip().partition("\n")[0][:120] or type(error).__name__) from error
 
 
 def write_file(content: Any, target: Path, *, overwrite: bool) -> None:

@@ -8,32 +8,27 @@ link. Files are read with `weights_only=True`, so nothing in them can run code; 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import fcntl
 import logging
 import os
-import pickle
 import re
 import socket
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import composer
-import numpy as np
 import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 from packaging.version import InvalidVersion, Version
-from torch.torch_version import TorchVersion
 
 from composer_speedups import __version__
+from composer_speedups.checkpoint_files import Damaged, Unsafe, read_file
 from composer_speedups.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -49,15 +44,6 @@ KEEP = 2
 _NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")
 # With another value of these, resuming would not go on with the same run: they decide weights, data or updates.
 _SAME = ("model", "task", "batch_size", "learning_rate", "optimizer", "schedule", "seed")
-# What Composer's checkpoints hold beyond tensors: clocks, versions, and numpy's random state.
-_ALLOWED = [
-    datetime.timedelta,
-    TorchVersion,
-    np.ndarray,
-    np.dtype,
-    type(np.dtype("uint32")),
-    np.array(0).__reduce__()[0],  # numpy's _reconstruct, whose module differs between its versions
-]
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -65,39 +51,19 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: it cannot be opened, or asks for code to be run.
-        Damaged: it is cut off or altered.
+        Damaged: it is cut off, altered, or a file of another kind.
     """
     try:
-        # torch's reader skips the checksums that its writer made: a flipped bit would only be another weight.
-        with zipfile.ZipFile(path) as archive:
-            altered = archive.testzip()
-        if altered is not None:
-            raise Damaged(f"the checksum of {altered.partition('/')[2]} does not match")
-        with torch.serialization.safe_globals(_ALLOWED):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(content["state"]["model"], dict) or "Timestamp" not in content["state"]["timestamp"]:
-            raise Damaged("it is no checkpoint of Composer")
-        return content
-    except zipfile.BadZipFile as error:
-        raise Damaged("it is cut off, or no checkpoint at all") from error
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # a place in the file that cannot be
-            raise Damaged("it is cut off") from error
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {error.strerror or error}") from error
-    except pickle.UnpicklingError as error:
-        if asked := re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error)):
-            raise CheckpointError(
-                f"the checkpoint {path} asks for {asked[1]}, which could run code: it was not loaded. Remove it "
-                "unless you know where it comes from"
-            ) from error
-        raise Damaged("it cannot be read as a checkpoint") from error
-    except (RuntimeError, zlib.error, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        first = str(error).partition("\n")[0]
-        raise Damaged(first[:120] if "failed" in first else "it cannot be read as a checkpoint") from error
-
-
-class Damaged(Exception):
-    """A checkpoint file is not what was written."""
+        content = read_file(path)
+    except Unsafe as error:
+        raise CheckpointError(f"{error}: it was not. Remove it unless you know where it comes from") from error
+    try:
+        whole = isinstance(content["state"]["model"], dict) and "Timestamp" in content["state"]["timestamp"]
+    except (KeyError, IndexError, TypeError):
+        whole = False
+    if not whole:
+        raise Damaged(path, "it is not of Composer")
+    return content
 
 
 class Checkpoints:
@@ -130,7 +96,7 @@ class Checkpoints:
             try:
                 content = read_checkpoint(path)
             except Damaged as damage:
-                self._damaged.append((path, str(damage)))
+                self._damaged.append((path, damage.reason))
                 continue
             self._check_origin(path, content["state"])
             self._shapes = {k: v.shape for k, v in content["state"]["model"].items() if isinstance(v, torch.Tensor)}

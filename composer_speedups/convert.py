@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from composer_speedups.checkpoint_files import read_file, write_file
+from composer_speedups.checkpoint_files import Unsafe, read_file, write_file
 from composer_speedups.errors import CheckpointError
 from composer_speedups.optimizer_states import MIN_8BIT_SIZE, Layout, Moments, layout_of, read_moments, write_moments
 
@@ -154,7 +154,11 @@ def convert_checkpoint(
     to, source, target = _known(to), Path(source), Path(target)
     if (target.exists() or target.is_symlink()) and not overwrite:
         raise CheckpointError(f"{target} exists: choose another name, or add --overwrite")
-    checkpoint = read_file(source, allow)
+    try:
+        checkpoint = read_file(source, allow)
+    except Unsafe as error:
+        flags = " ".join(f"--allow {name}" for name in error.names)
+        raise CheckpointError(f"{error}. If you trust where the file comes from: {flags}") from error
     state = checkpoint.get("state") if isinstance(checkpoint, Mapping) else None
     if not isinstance(state, dict) or "timestamp" not in state or "model" not in state:
         raise CheckpointError(f"{source} is no Composer checkpoint: it lacks state/model or state/timestamp")
