@@ -189,7 +189,7 @@ def _huggingface(job: Job, grouped: bool = False, **settings: Any) -> Result:
             learning_rate=recipe.learning_rate,
             weight_decay=recipe.optimizer.weight_decay,
             lr_scheduler_type="cosine",
-            warmup_steps=max(1, steps // 10),
+            warmup_steps=_warmup(job),
             max_grad_norm=0.0,  # none of the others clips
             logging_steps=steps,
             save_strategy="no",
@@ -207,6 +207,11 @@ def _huggingface(job: Job, grouped: bool = False, **settings: Any) -> Result:
         trainer.train()
     order = {"order": sampler} if grouped else {}
     return {**meter.result(), "losses": [float(loss) for loss in losses], **order}
+
+
+def _warmup(job: Job) -> int:
+    """The steps of the recipe's warm-up, which is a share of the training in every recipe that is measured here."""
+    return max(1, int(job.steps * float(job.recipe.schedule.warmup.removesuffix("dur"))))
 
 
 def _grouped(lengths: np.ndarray, job: Job) -> list[int]:
@@ -262,7 +267,7 @@ def _composer(job: Job, algorithms: tuple[Any, ...] = (), **settings: Any) -> Re
             lr=recipe.learning_rate,
             weight_decay=recipe.optimizer.weight_decay * recipe.learning_rate,
         ),
-        schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="0.1dur"),
+        schedulers=CosineAnnealingWithWarmupScheduler(t_warmup=recipe.schedule.warmup),
         max_duration=f"{job.steps}ba",
         algorithms=list(algorithms),
         callbacks=[Watch()],
@@ -310,7 +315,7 @@ def _bare(job: Job, compile_cache: str | None = None) -> Result:
     if compile_cache is not None:
         use_cache(compile_cache)
         model.compile()
-    warmup = max(1, steps // 10)
+    warmup = _warmup(job)
 
     def factor(step: int) -> float:  # linear warm-up, then cosine, as the others have it
         if step < warmup:

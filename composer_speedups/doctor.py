@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer_speedups import hardware, registry
-from composer_speedups.algorithms import unpadding
 from composer_speedups.compilation import compiler, missing_tools
 from composer_speedups.errors import TaskError, UserError
+from composer_speedups.families import BERT_LIKE
 
 if TYPE_CHECKING:
     from composer_speedups.memory import Memory
@@ -301,7 +301,7 @@ def _first(
         yield "matmul_precision", {"precision": "high"}, "TF32 for the matmuls that stay in float32"
     if can.get("fused_adamw"):
         yield "fused_adamw", {}, "one kernel for all parameters; the same arithmetic"
-    if can.get("unpadding") and family in (None, *unpadding.FAMILIES):
+    if can.get("unpadding") and family in (None, *BERT_LIKE):
         yield "unpadding", {}, "no work on padding; pays where texts differ in length"
     elif can.get("length_grouped_batches"):
         yield "length_grouped_batches", {}, "less padding; pays where texts differ in length. Compare the quality, too"

@@ -19,6 +19,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from torch.optim import Optimizer
 
+from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.optimizer_states import Layout, read_moments, write_moments
 from composer_speedups.speedup import SpeedUp, Stage
@@ -232,9 +233,7 @@ class OptimizerSpeedUp(SpeedUp):
     flags: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, no_decay_on_bias_and_norm: bool = False) -> None:
-        if not isinstance(no_decay_on_bias_and_norm, bool):
-            raise TypeError(f"no_decay_on_bias_and_norm must be true or false, got {no_decay_on_bias_and_norm!r}")
-        self.no_decay_on_bias_and_norm = no_decay_on_bias_and_norm
+        self.no_decay_on_bias_and_norm = check_flag("no_decay_on_bias_and_norm", no_decay_on_bias_and_norm)
 
     @abstractmethod
     def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from composer_speedups.kernels.varlen_attention import Lengths
 
-__all__ = ["COUNTS", "CountTokens", "Packing", "check_multiple", "count_tokens", "counts_of", "hand_over"]
+__all__ = ["COUNTS", "CountTokens", "Packing", "count_tokens", "counts_of", "hand_over"]
 
 COUNTS = "real_token_counts"  # the key in a batch
 _TIED = "_composer_speedups_counts"
@@ -89,13 +89,6 @@ class Packing(NamedTuple):
         ends = torch.arange(len(self.lengths.cumulative), dtype=torch.int32, device=self.lengths.cumulative.device)
         host = (torch.arange(len(self.lengths.host)) < self.rows).int()
         return Lengths(ends.clamp(max=self.rows), host, 1)
-
-
-def check_multiple(multiple_of: int) -> int:
-    """`multiple_of`, if `Packing.of` can use it."""
-    if not isinstance(multiple_of, int) or isinstance(multiple_of, bool) or multiple_of < 1:
-        raise ValueError(f"multiple_of={multiple_of!r} is no number of tokens. Use 64, or 1 to fill nothing up")
-    return multiple_of
 
 
 def count_tokens(mask: torch.Tensor) -> list[int]:

@@ -37,6 +37,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from torch.optim import Optimizer
 
+from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.optimizer_states import read_moments
 from composer_speedups.optimizers import OptimizerSpeedUp, become, describe, torch_groups
@@ -69,7 +70,8 @@ def apply_adafactor(optimizer: Optimizer, *, scale_parameter: bool = False, fore
     >>> apply_adafactor(optimizer), type(optimizer).__name__
     (2, 'Adafactor')
     """
-    _check(scale_parameter, foreach)
+    check_flag("scale_parameter", scale_parameter)
+    check_flag("foreach", foreach)
     if type(optimizer) is torch.optim.Adafactor:
         return 0
     _refuse_unsupported(optimizer)
@@ -103,9 +105,8 @@ class Adafactor(OptimizerSpeedUp):
         self, scale_parameter: bool = False, foreach: bool = False, no_decay_on_bias_and_norm: bool = False
     ) -> None:
         super().__init__(no_decay_on_bias_and_norm)
-        _check(scale_parameter, foreach)
-        self.scale_parameter = scale_parameter
-        self.foreach = foreach
+        self.scale_parameter = check_flag("scale_parameter", scale_parameter)
+        self.foreach = check_flag("foreach", foreach)
 
     def install(self, state: State, logger: Logger) -> None:
         if state.fsdp_config is not None:
@@ -137,12 +138,6 @@ class Adafactor(OptimizerSpeedUp):
             )
         for group in optimizer.param_groups:  # a file of ours may have been written with another implementation
             group["foreach"] = self.foreach
-
-
-def _check(scale_parameter: Any, foreach: Any) -> None:
-    for name, value in (("scale_parameter", scale_parameter), ("foreach", foreach)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be true or false, got {value!r}")
 
 
 def _refuse_unsupported(optimizer: Optimizer) -> None:

@@ -25,6 +25,7 @@ from composer.core import State
 from composer.loggers import Logger
 from torch.optim import Optimizer
 
+from composer_speedups.arguments import check_count, check_flag
 from composer_speedups.bnb import become_bnb, refuse_fsdp
 from composer_speedups.optimizer_states import MIN_8BIT_SIZE
 from composer_speedups.optimizers import OptimizerSpeedUp
@@ -85,12 +86,8 @@ class AdamW8bit(OptimizerSpeedUp):
         no_decay_on_bias_and_norm: bool = False,
     ) -> None:
         super().__init__(no_decay_on_bias_and_norm)
-        if not isinstance(embeddings_32bit, bool):
-            raise TypeError(f"embeddings_32bit must be true or false, got {embeddings_32bit!r}")
-        if isinstance(min_8bit_size, bool) or not isinstance(min_8bit_size, int) or min_8bit_size < 1:
-            raise ValueError(f"min_8bit_size must be a positive integer, got {min_8bit_size!r}")
-        self.embeddings_32bit = embeddings_32bit
-        self.min_8bit_size = min_8bit_size
+        self.embeddings_32bit = check_flag("embeddings_32bit", embeddings_32bit)
+        self.min_8bit_size = check_count("min_8bit_size", min_8bit_size)
 
     def install(self, state: State, logger: Logger) -> None:
         refuse_fsdp(state, self.key())

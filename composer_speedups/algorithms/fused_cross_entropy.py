@@ -33,14 +33,15 @@ from composer.core import State
 from composer.loggers import Logger
 from transformers import PreTrainedModel
 
+from composer_speedups.arguments import check_flag
 from composer_speedups.compilation import missing_for_triton, triton_interpreted, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.families import CAUSAL, MASKED, has_head
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import override_methods, overrides
 
 __all__ = ["FusedCrossEntropy", "apply_fused_cross_entropy"]
 
-_MASKED, _CAUSAL = ("ForMaskedLM",), ("ForCausalLM", "LMHeadModel")
 _OWN_LOSS = {"num_items_in_batch", "shift_labels"}  # arguments that change what the stock loss is
 
 
@@ -54,13 +55,11 @@ def apply_fused_cross_entropy(model: torch.nn.Module, reuse_logits: bool = False
     Raises:
         SpeedUpUnavailable: there is no CUDA device, or the head was changed by `apply_masked_token_head` before.
     """
-    _check(reuse_logits)
+    check_flag("reuse_logits", reuse_logits)
     reason = _unavailable()
     if reason is not None:
         raise SpeedUpUnavailable(f"apply_fused_cross_entropy cannot be used here: {reason}")
-    models = [
-        m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m).__name__.endswith(_MASKED + _CAUSAL)
-    ]
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and has_head(m, MASKED + CAUSAL)]
     for owner in models:
         if any(type(wrap).__name__ == "_PredictedOnly" for wrap in overrides(owner)):
             raise SpeedUpUnavailable("apply_fused_cross_entropy must come before apply_masked_token_head: swap the two")
@@ -82,8 +81,7 @@ class FusedCrossEntropy(SpeedUp):
     slot = "loss"
 
     def __init__(self, reuse_logits: bool = False) -> None:
-        _check(reuse_logits)
-        self.reuse_logits = reuse_logits
+        self.reuse_logits = check_flag("reuse_logits", reuse_logits)
 
     def unavailable(self, device: torch.device) -> str | None:
         return _unavailable(device)
@@ -94,11 +92,6 @@ class FusedCrossEntropy(SpeedUp):
             raise SpeedUpUnavailable(f"{self!r}: train metrics need the logits. Leave reuse_logits out, or the metrics")
         count = apply_fused_cross_entropy(state.model, self.reuse_logits)
         self.report(logger, count, "no Hugging Face language model (...ForMaskedLM, ...ForCausalLM, ...LMHeadModel)")
-
-
-def _check(reuse_logits: bool) -> None:
-    if not isinstance(reuse_logits, bool):
-        raise TypeError(f"reuse_logits is True or False, not {reuse_logits!r}")
 
 
 def _unavailable(device: torch.device | None = None) -> str | None:
@@ -126,7 +119,7 @@ class _FusedLoss:
             kwargs["labels"] = None
             out = stock(model, *args, **kwargs)
             logits = out[0] if isinstance(out, tuple) else out.logits
-            if type(model).__name__.endswith(_CAUSAL):
+            if has_head(model, CAUSAL):
                 # Shifting the labels instead of the logits spares a copy of these.
                 labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
             loss = self._loss(logits.flatten(0, -2), labels.flatten().to(logits.device))

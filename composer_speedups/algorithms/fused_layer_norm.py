@@ -29,6 +29,7 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
+from composer_speedups.arguments import check_choice
 from composer_speedups.compilation import missing_for_triton, triton_interpreted, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels.fast_dropout import shape_only
@@ -71,7 +72,7 @@ class FusedLayerNorm(SpeedUp):
     slot = "norm"
 
     def __init__(self, backend: str = "auto") -> None:
-        self.backend = _check(backend)
+        self.backend = check_choice("backend", backend, BACKENDS)
 
     def unavailable(self, device: torch.device) -> str | None:
         return _unavailable(self.backend, device)
@@ -89,16 +90,8 @@ class FusedLayerNorm(SpeedUp):
         self.report(logger, count, nothing, backend=chosen, left_alone=plain - count)
 
 
-def _check(backend: str) -> str:
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not known: choose one of {', '.join(BACKENDS)}")
-    return backend
-
-
 def _unavailable(backend: str, device: torch.device | None = None) -> str | None:
-    chosen = _choose(_check(backend))
+    chosen = _choose(check_choice("backend", backend, BACKENDS))
     if not (chosen == "triton" and triton_interpreted()) and (
         missing := why_no_cuda(device, "use low_precision_norm, which runs everywhere")
     ):

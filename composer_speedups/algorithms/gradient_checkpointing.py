@@ -36,6 +36,7 @@ from composer.loggers import Logger
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
+from composer_speedups.arguments import check_count
 from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import mix_in, repeated_blocks
@@ -60,7 +61,7 @@ def apply_gradient_checkpointing(model: torch.nn.Module, every: int = 1) -> int:
     >>> apply_gradient_checkpointing(layers, every=2), apply_gradient_checkpointing(layers, every=2)
     (3, 0)
     """
-    _check(every)
+    check_count("every", every)
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise ConflictError(
             "gradient_checkpointing and the model's own gradient_checkpointing_enable() would recompute every block "
@@ -85,8 +86,7 @@ class GradientCheckpointing(SpeedUp):
     stage = Stage.RECOMPUTE
 
     def __init__(self, every: int = 1) -> None:
-        _check(every)
-        self.every = every
+        self.every = check_count("every", every)
 
     def install(self, state: State, logger: Logger) -> None:
         if getattr(state.fsdp_config, "activation_checkpointing", False):
@@ -99,13 +99,6 @@ class GradientCheckpointing(SpeedUp):
         done = bool(blocks) and isinstance(blocks[0], _Checkpointed)
         nothing = "its blocks are checkpointed already" if done else "no list of equal blocks in the model"
         self.report(logger, count, nothing, blocks=len(blocks))
-
-
-def _check(every: Any) -> None:
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every={every!r} has the wrong type. Give a positive integer")
-    if every < 1:
-        raise ValueError(f"every={every!r} must be a positive integer: 1 is every block, 2 every second one")
 
 
 class _Checkpointed:

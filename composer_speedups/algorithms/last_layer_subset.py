@@ -27,15 +27,13 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.compat import layer_result
+from composer_speedups.families import BERT_LIKE, READ_FIRST, bert_like, has_head
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import mix_in
 
 __all__ = ["LastLayerSubset", "apply_last_layer_subset"]
-
-FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
-_READ_FIRST = ("ForSequenceClassification", "ForMultipleChoice")
 
 
 def apply_last_layer_subset(model: torch.nn.Module) -> int:
@@ -71,14 +69,14 @@ class LastLayerSubset(SpeedUp):
         self.report(
             logger,
             count,
-            f"no sequence classifier of {', '.join(FAMILIES)} in the model; other heads read every token",
+            f"no sequence classifier of {', '.join(BERT_LIKE)} in the model; other heads read every token",
         )
 
 
 def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
     """The stack of layers of the classifier `owner`, if its last layer may be cut."""
     config = getattr(owner, "config", None)
-    if getattr(config, "model_type", None) not in FAMILIES or not type(owner).__name__.endswith(_READ_FIRST):
+    if not (bert_like(config) and has_head(owner, READ_FIRST)):
         return None
     encoder = getattr(getattr(owner, owner.base_model_prefix, None), "encoder", None)
     position = getattr(config, "position_embedding_type", None) or "absolute"

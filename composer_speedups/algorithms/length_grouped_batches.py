@@ -34,6 +34,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from torch.utils.data import DataLoader
 
+from composer_speedups.arguments import check_count
 from composer_speedups.batching import (
     LengthGroupedSampler,
     check_loader,
@@ -67,7 +68,8 @@ def apply_length_grouped_batches(
     >>> len(loader), type(loader.sampler).__name__
     (2, 'LengthGroupedSampler')
     """
-    _check(pool=pool, multiple_of=multiple_of)
+    check_count("pool", pool)
+    check_count("multiple_of", multiple_of)
     if isinstance(getattr(dataloader, "sampler", None), LengthGroupedSampler):
         return dataloader
     check_loader(dataloader)
@@ -104,8 +106,8 @@ class LengthGroupedBatches(SpeedUp):
     events = frozenset({Event.FIT_START})
 
     def __init__(self, pool: int = 50, multiple_of: int = 8) -> None:
-        _check(pool=pool, multiple_of=multiple_of)
-        self.pool, self.multiple_of = pool, multiple_of
+        self.pool = check_count("pool", pool)
+        self.multiple_of = check_count("multiple_of", multiple_of)
 
     def install(self, state: State, logger: Logger) -> None:
         """Nothing yet: the dataloader is not there before `Event.FIT_START`."""
@@ -129,11 +131,3 @@ class LengthGroupedBatches(SpeedUp):
             padding_random=round(padding_share(lengths, random, self.multiple_of), 4),
             padding_grouped=round(padding_share(lengths, sampler.batches(), self.multiple_of), 4),
         )
-
-
-def _check(**values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is a number of at least 1, not {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")

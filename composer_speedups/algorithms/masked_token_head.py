@@ -34,6 +34,7 @@ from composer.loggers import Logger
 from transformers import PreTrainedModel
 
 from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.families import MASKED, has_head
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import mix_in, override_methods, overrides
 
@@ -96,7 +97,7 @@ class MaskedTokenHead(SpeedUp):
 
 
 def _is_masked_lm(module: torch.nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) and type(module).__name__.endswith("ForMaskedLM")
+    return isinstance(module, PreTrainedModel) and has_head(module, MASKED)
 
 
 def _why_not(model: PreTrainedModel) -> str | None:

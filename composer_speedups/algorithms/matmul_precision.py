@@ -25,13 +25,13 @@ Source: https://pytorch.org/docs/stable/generated/torch.set_float32_matmul_preci
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups import compat
+from composer_speedups.arguments import check_choice
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["MatmulPrecision", "PrecisionHold", "apply_matmul_precision"]
@@ -76,7 +76,7 @@ class MatmulPrecision(SpeedUp):
     _hold: PrecisionHold | None = None
 
     def __init__(self, precision: str) -> None:
-        self.precision = _checked(precision)
+        self.precision = check_choice("precision", precision, PRECISIONS)
 
     def unavailable(self, device: torch.device) -> str | None:
         if self.precision == "highest":
@@ -129,7 +129,7 @@ class PrecisionHold:
     _in_force: list[PrecisionHold] = []  # of the process, as the setting is; the last one decides
 
     def __init__(self, precision: str) -> None:
-        self.precision = _checked(precision)
+        self.precision = check_choice("precision", precision, PRECISIONS)
 
     def hold(self) -> None:
         """Put the setting in force, or in force again; what was there before is kept from the first time."""
@@ -156,14 +156,6 @@ class PrecisionHold:
 
     def __exit__(self, *exception: object) -> None:
         self.restore()
-
-
-def _checked(precision: Any) -> str:
-    if not isinstance(precision, str):
-        raise TypeError(f"precision={precision!r} is not a string. Use one of: {', '.join(PRECISIONS)}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is unknown. Use one of: {', '.join(PRECISIONS)}")
-    return precision
 
 
 def _already_so(

@@ -33,6 +33,7 @@ import torch
 from composer.core import Event, Precision, State
 from composer.loggers import Logger
 
+from composer_speedups.arguments import check_choice
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.hardware import multiplies_bf16
 from composer_speedups.speedup import SpeedUp, Stage
@@ -58,7 +59,7 @@ def apply_mixed_precision(model: torch.nn.Module, dtype: str) -> int:
     >>> model(torch.ones(1, 4)).dtype
     torch.bfloat16
     """
-    wrap = _Autocast(_checked(dtype))
+    wrap = _Autocast(check_choice("dtype", dtype, DTYPES))
     for other in overrides(model):
         if isinstance(other, _Autocast) and other != wrap:
             raise ConflictError(f"the model runs in {other.dtype} already, not {dtype}. Keep one of them")
@@ -90,7 +91,7 @@ class MixedPrecision(SpeedUp):
     events = frozenset({Event.FIT_START, Event.AFTER_FORWARD, Event.EVAL_AFTER_FORWARD})
 
     def __init__(self, dtype: str) -> None:
-        self.dtype = _checked(dtype)
+        self.dtype = check_choice("dtype", dtype, DTYPES)
 
     def unavailable(self, device: torch.device) -> str | None:
         return _unavailable(self.dtype, device)
@@ -155,14 +156,6 @@ class _Autocast:
                 return method(self, *args, **kwargs)
 
         return under_autocast
-
-
-def _checked(dtype: Any) -> str:
-    if not isinstance(dtype, str):
-        raise TypeError(f"dtype={dtype!r} is not a string. Use one of: {', '.join(DTYPES)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown. Use one of: {', '.join(DTYPES)}")
-    return dtype
 
 
 def _unavailable(dtype: str, device: torch.device) -> str | None:

@@ -34,6 +34,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from transformers import PreTrainedModel
 
+from composer_speedups.arguments import check_choice
 from composer_speedups.compat import (
     announce_sdpa,
     attention_implementation,
@@ -68,7 +69,7 @@ def apply_sdp_attention(model: torch.nn.Module, backend: str = "auto") -> int:
     >>> apply_sdp_attention(bert), apply_sdp_attention(bert)
     (2, 0)
     """
-    if _check(backend) != "auto":
+    if check_choice("backend", backend, BACKENDS) != "auto":
         _set_kernels(backend)
     eager = [(owner, layer) for owner, layer, how in _attention_layers(model) if how == "eager"]
     able = [(owner, layer) for owner, layer in eager if why_no_sdpa(owner, layer) is None]
@@ -96,7 +97,7 @@ class SDPAttention(SpeedUp):
     events = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.FIT_END})
 
     def __init__(self, backend: str = "auto") -> None:
-        self.backend = _check(backend)
+        self.backend = check_choice("backend", backend, BACKENDS)
         self._watch = AttentionWatch()
         self._tries = 0
         self._flags: tuple[bool, ...] | None = None
@@ -180,14 +181,6 @@ class SDPAttention(SpeedUp):
         self.evidence["kernel"] = ", ".join(kernels) or nothing
         log.info("%r: attention kernel in training: %s", self, self.evidence["kernel"])
         logger.log_hyperparameters({f"{self.key()}/kernel": self.evidence["kernel"]})
-
-
-def _check(backend: str) -> str:
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not known: choose one of {', '.join(BACKENDS)}")
-    return backend
 
 
 def _attention_layers(

@@ -37,6 +37,7 @@ from composer.devices import Device
 from composer.loggers import Logger
 from composer.utils import dist
 
+from composer_speedups.arguments import check_flag
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["SyncFreeLoop", "apply_sync_free_loop"]
@@ -82,9 +83,7 @@ class SyncFreeLoop(SpeedUp):
     stage = Stage.LOOP
 
     def __init__(self, delayed_loss: bool = False) -> None:
-        if not isinstance(delayed_loss, bool):
-            raise TypeError(f"delayed_loss is True or False, not {delayed_loss!r}")
-        self.delayed_loss = delayed_loss
+        self.delayed_loss = check_flag("delayed_loss", delayed_loss)
 
     def unavailable(self, device: torch.device) -> str | None:
         if device.type != "cuda":

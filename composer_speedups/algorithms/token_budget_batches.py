@@ -31,6 +31,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from torch.utils.data import DataLoader
 
+from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.batching import TokenBudgetSampler, check_loader, rebuild, sample_lengths, seed_of, sharing
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -58,7 +59,9 @@ def apply_token_budget_batches(
     >>> [sum(len(sample["input_ids"]) for sample in batch) for batch in loader]
     [18, 22, 19, 21]
     """
-    _check(tokens_per_batch, multiple_of)
+    if tokens_per_batch is not None:
+        check_count("tokens_per_batch", tokens_per_batch)
+    check_count("multiple_of", multiple_of)
     if isinstance(getattr(dataloader, "batch_sampler", None), TokenBudgetSampler):
         return dataloader
     check_loader(dataloader)
@@ -92,10 +95,11 @@ class TokenBudgetBatches(SpeedUp):
     events = frozenset({Event.FIT_START, Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD})
 
     def __init__(self, tokens_per_batch: int | None = None, weighting: str = "sample", multiple_of: int = 8) -> None:
-        _check(tokens_per_batch, multiple_of)
-        if weighting not in WEIGHTINGS:
-            raise ValueError(f"weighting {weighting!r} is not known: choose one of {', '.join(WEIGHTINGS)}")
-        self.tokens_per_batch, self.weighting, self.multiple_of = tokens_per_batch, weighting, multiple_of
+        if tokens_per_batch is not None:
+            check_count("tokens_per_batch", tokens_per_batch)
+        self.tokens_per_batch = tokens_per_batch
+        self.weighting = check_choice("weighting", weighting, WEIGHTINGS)
+        self.multiple_of = check_count("multiple_of", multiple_of)
         self._epoch = -1
         self._samples: list[list[int]] = []  # of each step, on each rank
         self._microbatch: int | float | None = None
@@ -159,13 +163,3 @@ class TokenBudgetBatches(SpeedUp):
         for loss in losses if not isinstance(state.loss, tuple | list) else state.loss:
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.register_hook(lambda gradient: gradient * factor)  # the logged loss stays the batch's mean
-
-
-def _check(tokens_per_batch: int | None, multiple_of: int) -> None:
-    for name, value in (("tokens_per_batch", tokens_per_batch), ("multiple_of", multiple_of)):
-        if name == "tokens_per_batch" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is a number of at least 1, not {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")

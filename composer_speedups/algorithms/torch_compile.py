@@ -37,6 +37,7 @@ from composer.loggers import Logger
 from composer.models import ComposerModel
 
 from composer_speedups import inductor_cpp
+from composer_speedups.arguments import check_choice
 from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, use_cache
 from composer_speedups.errors import ConflictError
@@ -181,15 +182,14 @@ class TorchCompile(SpeedUp):
 
 
 def _check(scope: Any, backend: Any, mode: Any, dynamic: Any, fullgraph: Any, cache_dir: Any) -> None:
+    check_choice("scope", scope, SCOPES)
     for name, value, kinds in (
-        ("scope", scope, str), ("backend", backend, str), ("mode", mode, str | None),
+        ("backend", backend, str), ("mode", mode, str | None),
         ("dynamic", dynamic, bool | None), ("fullgraph", fullgraph, bool), ("cache_dir", cache_dir, str | None),
     ):  # fmt: skip
         if not isinstance(value, kinds):
             wanted = getattr(kinds, "__name__", str(kinds))
             raise TypeError(f"{name}={value!r} has the wrong type. Give {wanted}")
-    if scope not in SCOPES:
-        raise ValueError(f"scope={scope!r} is unknown. Use one of: {', '.join(SCOPES)}")
     if cache_dir is not None and not cache_dir.strip():
         raise ValueError("cache_dir='' names no folder. Leave it out for PyTorch's own")
     check_backend(backend, mode)

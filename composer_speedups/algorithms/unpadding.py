@@ -39,8 +39,10 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
+from composer_speedups.arguments import check_count
+from composer_speedups.families import BERT_LIKE, READ_ANYWHERE, bert_like, has_head
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
-from composer_speedups.packing import CountTokens, Packing, check_multiple, counts_of, hand_over
+from composer_speedups.packing import CountTokens, Packing, counts_of, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked, mix_in
 
@@ -48,8 +50,6 @@ __all__ = ["Unpadding", "apply_unpadding"]
 
 log = logging.getLogger("composer_speedups")
 
-FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
-_READ_ANYWHERE = ("ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering")  # heads that look at every token
 _HARMLESS = {"return_dict", "output_attentions", "output_hidden_states", "use_cache", "num_items_in_batch", "labels"}
 _PACKED = "_composer_speedups_packed"
 
@@ -71,9 +71,9 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
     owners = {id(child): module for module in model.modules() for child in module.children()}
     for encoder in [m for m in model.modules() if _why_not(m) is None]:
         owner = owners.get(id(encoder))
-        anywhere = type(owner).__name__.endswith(_READ_ANYWHERE) and getattr(encoder, "pooler", None) is None
+        anywhere = has_head(owner, READ_ANYWHERE) and getattr(encoder, "pooler", None) is None
         mix_in(_UnpaddedAnywhere if anywhere else _Unpadded, encoder)
-        encoder.packed_multiple_of = check_multiple(multiple_of)
+        encoder.packed_multiple_of = check_count("multiple_of", multiple_of)
         for layer in encoder.encoder.layer:
             mix_in(_PackedAttention, layer.attention.self)
             count += 1
@@ -98,12 +98,12 @@ class Unpadding(SpeedUp):
     )
 
     def __init__(self, multiple_of: int = 64) -> None:
-        self.multiple_of = check_multiple(multiple_of)
+        self.multiple_of = check_count("multiple_of", multiple_of)
 
     def install(self, state: State, logger: Logger) -> None:
         nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m))})
         count = apply_unpadding(state.model, self.multiple_of)
-        nothing = nothing or [f"no encoder of {', '.join(FAMILIES)} in the model"]
+        nothing = nothing or [f"no encoder of {', '.join(BERT_LIKE)} in the model"]
         self.report(logger, count, "; ".join(nothing), counted_in_collator=False)
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -137,9 +137,8 @@ def _kernel(state: State) -> str:
 def _why_not(module: torch.nn.Module) -> str | None:
     """None if `module` is an encoder that can be unpadded; "" if it is nothing of the kind; or the reason."""
     config = getattr(module, "config", None)
-    kind = getattr(config, "model_type", None)
     layers = getattr(getattr(module, "encoder", None), "layer", None)
-    if kind not in FAMILIES or not hasattr(module, "embeddings") or layers is None:
+    if not bert_like(config) or not hasattr(module, "embeddings") or layers is None:
         return ""
     if isinstance(module, _Unpadded):
         return "its encoder is unpadded already"

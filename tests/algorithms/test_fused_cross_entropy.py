@@ -28,5 +28,5 @@ def test_refused_without_a_gpu(make_trainer) -> None:
 
 
 def test_arguments_are_checked() -> None:
-    with pytest.raises(TypeError, match="reuse_logits is True or False, not 1"):
+    with pytest.raises(TypeError, match="reuse_logits must be true or false, got 1"):
         FusedCrossEntropy(reuse_logits=1)

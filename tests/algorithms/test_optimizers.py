@@ -444,7 +444,8 @@ def test_wrong_arguments(cls) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_8bit_wrong_size(value) -> None:
-    with pytest.raises(ValueError, match="min_8bit_size must be a positive integer"):
+    kind = ValueError if type(value) is int else TypeError
+    with pytest.raises(kind, match="min_8bit_size must be a positive integer"):
         AdamW8bit(min_8bit_size=value)
 
 

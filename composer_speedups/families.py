@@ -1,0 +1,41 @@
+"""Which Hugging Face models are built as BERT is, and which tokens the head of a model reads.
+
+transformers has no class for either: families share code by copies, and heads differ in the end of their class names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["BERT_LIKE", "CAUSAL", "MASKED", "READ_ANYWHERE", "READ_FIRST", "bert_like", "has_head"]
+
+# By `config.model_type`: embeddings, then `encoder.layer`, each with `attention.self`, `attention.output`, ...
+BERT_LIKE = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+
+MASKED = ("ForMaskedLM",)
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+READ_FIRST = ("ForSequenceClassification", "ForMultipleChoice")
+READ_ANYWHERE = ("ForTokenClassification", "ForQuestionAnswering", *MASKED)
+
+
+def bert_like(config: Any) -> bool:
+    """Whether a model of this configuration is built as BERT is, its positions added to the embeddings.
+
+    >>> from transformers import BertConfig, GPT2Config
+    >>> bert_like(BertConfig()), bert_like(GPT2Config())
+    (True, False)
+    """
+    return getattr(config, "model_type", None) in BERT_LIKE
+
+
+def has_head(model: torch.nn.Module | None, kinds: tuple[str, ...]) -> bool:
+    """Whether `model` is a whole model with such a head, a subclass or a model that a surgery changed included.
+
+    >>> from transformers import BertConfig, BertForMaskedLM
+    >>> bert = BertForMaskedLM(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
+    >>> has_head(bert, MASKED), has_head(bert.bert, MASKED)
+    (True, False)
+    """
+    return type(model).__name__.endswith(kinds)
