@@ -15,15 +15,19 @@ from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.errors import SpeedUpUnavailable
 
 __all__ = [
+    "TRITON_INTERPRETED",
     "check_backend",
     "compile_statistics",
     "compiler",
     "missing_for_triton",
     "missing_tools",
-    "triton_interpreted",
     "use_cache",
     "why_no_cuda",
 ]
+
+# Whether Triton's interpreter stands in for the GPU, as in the tests. Triton, too, looks when it is imported; and a
+# constant is all that a forward pass may ask for: Dynamo breaks the graph at more.
+TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def compile_statistics(since: CompileCounters | None = None) -> dict[str, int | float]:
@@ -110,15 +114,6 @@ def why_no_cuda(device: torch.device | None, instead: str) -> str | None:
         return None
     where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"
     return f"it needs a CUDA device, and {where}; {instead}"
-
-
-def triton_interpreted() -> bool:
-    """Whether Triton's interpreter stands in for the GPU, as in the tests (`TRITON_INTERPRET=1`)."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    from composer_speedups.kernels.layer_norm import interpreted
-
-    return interpreted()
 
 
 def missing_for_triton() -> str | None:

@@ -7,7 +7,8 @@ from math import prod
 
 import torch
 
-from composer_speedups.kernels.layer_norm import interpreted, reference_layer_norm
+from composer_speedups.kernels.launch import interpreted
+from composer_speedups.kernels.layer_norm import reference_layer_norm
 
 EPS = 1e-2  # large, so that a wrong or missing eps shows
 LayerNorm = Callable[..., torch.Tensor]

@@ -23,23 +23,19 @@ Source: the fused bias + GELU of Megatron-LM and of NVIDIA's MLPerf BERT, there 
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.nn.functional as F
 from composer.core import State
 from composer.loggers import Logger
 from transformers.activations import GELUActivation
 
-from composer_speedups.compilation import missing_for_triton, why_no_cuda
+from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.kernels.fast_dropout import plain
+from composer_speedups.kernels.tensors import plain
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked, mix_in, same_code
 
 __all__ = ["FusedBiasGELU", "apply_fused_bias_gelu"]
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter stands in for the GPU in the tests
 
 
 def apply_fused_bias_gelu(model: torch.nn.Module) -> int:
@@ -86,7 +82,7 @@ class FusedBiasGELU(SpeedUp):
 
 
 def _unavailable(device: torch.device | None = None) -> str | None:
-    cuda = None if _INTERPRETED else why_no_cuda(device, "PyTorch's GELU is as fast on a CPU: remove it")
+    cuda = None if TRITON_INTERPRETED else why_no_cuda(device, "PyTorch's GELU is as fast on a CPU: remove it")
     return cuda or missing_for_triton()
 
 
@@ -119,7 +115,7 @@ class _FusedIntermediate:
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         dense, activation = self.dense, self.intermediate_act_fn
         heard = hooked(dense) or (isinstance(activation, torch.nn.Module) and hooked(activation))
-        ours = plain(hidden_states) and (hidden_states.is_cuda or _INTERPRETED)
+        ours = plain(hidden_states) and (hidden_states.is_cuda or TRITON_INTERPRETED)
         if type(dense) is not torch.nn.Linear or heard or not ours:
             return super().forward(hidden_states)
         from composer_speedups.kernels.bias_gelu import bias_gelu, why_not

@@ -34,7 +34,7 @@ from composer.loggers import Logger
 from transformers import PreTrainedModel
 
 from composer_speedups.arguments import check_flag
-from composer_speedups.compilation import missing_for_triton, triton_interpreted, why_no_cuda
+from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.families import CAUSAL, MASKED, has_head
 from composer_speedups.speedup import SpeedUp, Stage
@@ -96,7 +96,7 @@ class FusedCrossEntropy(SpeedUp):
 
 def _unavailable(device: torch.device | None = None) -> str | None:
     instead = "masked_token_head saves most of the same work everywhere"
-    return (None if triton_interpreted() else why_no_cuda(device, instead)) or missing_for_triton()
+    return (None if TRITON_INTERPRETED else why_no_cuda(device, instead)) or missing_for_triton()
 
 
 class _FusedLoss:
@@ -131,9 +131,9 @@ class _FusedLoss:
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         from composer_speedups.kernels.cross_entropy import DTYPES, cross_entropy
-        from composer_speedups.kernels.fast_dropout import plain, shape_only
+        from composer_speedups.kernels.tensors import plain, shape_only
 
-        ours = logits.dtype in DTYPES and (logits.is_cuda or triton_interpreted()) and not torch.compiler.is_compiling()
+        ours = logits.dtype in DTYPES and (logits.is_cuda or TRITON_INTERPRETED) and not torch.compiler.is_compiling()
         ours = ours and plain(logits) and not shape_only(logits)  # a dry run has no numbers to give a kernel
         if not ours:
             return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels)

@@ -35,7 +35,7 @@ from composer.loggers import Logger
 from composer_speedups.compilation import missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels import dropout_add_norm as kernel
-from composer_speedups.kernels.fast_dropout import plain
+from composer_speedups.kernels.tensors import plain
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked, mix_in, same_code
 

@@ -30,9 +30,9 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.arguments import check_choice
-from composer_speedups.compilation import missing_for_triton, triton_interpreted, why_no_cuda
+from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.kernels.fast_dropout import shape_only
+from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import swap_classes
 
@@ -92,7 +92,7 @@ class FusedLayerNorm(SpeedUp):
 
 def _unavailable(backend: str, device: torch.device | None = None) -> str | None:
     chosen = _choose(check_choice("backend", backend, BACKENDS))
-    if not (chosen == "triton" and triton_interpreted()) and (
+    if not (chosen == "triton" and TRITON_INTERPRETED) and (
         missing := why_no_cuda(device, "use low_precision_norm, which runs everywhere")
     ):
         return missing
@@ -144,7 +144,7 @@ class _FusedLayerNorm(torch.nn.LayerNorm):
 
 class _TritonLayerNorm(_FusedLayerNorm):
     def takes(self, input: torch.Tensor) -> bool:
-        return input.is_cuda or triton_interpreted()
+        return input.is_cuda or TRITON_INTERPRETED
 
     def kernel(self, input: torch.Tensor) -> torch.Tensor:
         from composer_speedups.kernels.layer_norm import layer_norm

@@ -28,7 +28,7 @@ from composer.core import State
 from composer.loggers import Logger
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.fast_dropout import shape_only
+from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import swap_classes
 

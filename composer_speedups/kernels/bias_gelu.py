@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.fast_dropout import shape_only
-from composer_speedups.kernels.layer_norm import DTYPES, interpreted, most_programs, on_device, rows_of
+from composer_speedups.kernels.launch import DTYPES, interpreted, most_programs, on_device, rows_of
+from composer_speedups.kernels.tensors import shape_only
 
-__all__ = ["bias_gelu", "interpreted", "reference_bias_gelu", "why_not"]
+__all__ = ["bias_gelu", "reference_bias_gelu", "why_not"]
 
 _COLS = 256  # a program's tile: rows x columns
 _ROWS_FORWARD, _ROWS_BACKWARD = 8, 4  # 16 and 8 elements in each of 128 threads

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.layer_norm import interpreted
+from composer_speedups.kernels.launch import interpreted
 
 __all__ = ["DTYPES", "cross_entropy", "reference_cross_entropy"]
 

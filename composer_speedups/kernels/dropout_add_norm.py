@@ -27,14 +27,15 @@ from types import ModuleType
 import torch
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.fast_dropout import fast_dropout_mask, realised, shape_only
+from composer_speedups.kernels.fast_dropout import fast_dropout_mask, realised
 from composer_speedups.kernels.native import load
+from composer_speedups.kernels.tensors import shape_only
 
 __all__ = ["dropout_add_norm", "native", "reference_dropout_add_norm", "why_not"]
 
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _MOST = 1 << 33  # elements that 2^32 different words of bits serve
-_MAX_WIDTH = 8192  # of the CUDA kernels, which hold a whole row
+_MAX_WIDTH = 8192  # of the CUDA kernels, `launch.MAX_WIDTH`: this module is imported without Triton, too
 _CHUNKS, _ROWS = 64, 16  # partial sums of the C kernel: at most so many, each of so many rows at least
 _CUDA = (torch.float32, torch.float16, torch.bfloat16)
 _CPU = (*_CUDA, torch.float64)

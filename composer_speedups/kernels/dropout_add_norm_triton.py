@@ -11,15 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from composer_speedups.kernels.layer_norm import (
-    interpreted,
-    most_programs,
-    normalise,
-    on_device,
-    rows_of,
-    through_norm,
-    tile_of,
-)
+from composer_speedups.kernels.launch import interpreted, most_programs, on_device, rows_of, tile_of
+from composer_speedups.kernels.layer_norm import normalise, through_norm
 
 __all__ = ["backward", "forward", "interpreted"]
 

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from composer_speedups.kernels.native import load
+from composer_speedups.kernels.tensors import plain, shape_only
 
 __all__ = [
     "draw_keys",
@@ -32,9 +32,7 @@ __all__ = [
     "fast_dropout_mask",
     "keep_by_torch",
     "native",
-    "plain",
     "realised",
-    "shape_only",
 ]
 
 Keys = tuple[int, int]
@@ -158,22 +156,6 @@ def native() -> ctypes.CDLL | None:
 def _dropped(p: float) -> int:
     """How many of the 65536 values of an element's bits drop it. Never none and never all, if 0 < p < 1."""
     return round(p * _STEPS) if p in (0, 1) else min(max(round(p * _STEPS), 1), _STEPS - 1)
-
-
-def plain(x: torch.Tensor) -> bool:
-    """Whether `x` has memory of its own that a pointer may be taken to, or is the shape of such a tensor.
-
-    While compiling every tensor counts as plain: what it will be is not known.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    known = type(x) in (torch.Tensor, torch.nn.Parameter) or shape_only(x)
-    return known and not torch._C._are_functorch_transforms_active()
-
-
-def shape_only(x: torch.Tensor) -> bool:
-    """Whether `x` has a shape and no numbers, as in a dry run that counts memory (`memory.predict`)."""
-    return isinstance(x, FakeTensor)
 
 
 def _signed(word: int) -> int:

@@ -13,22 +13,15 @@ times over, which costs more than the launch itself, and a BERT-base step has 25
 
 from __future__ import annotations
 
-import contextlib
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.fast_dropout import shape_only
+from composer_speedups.kernels.launch import DTYPES, MAX_WIDTH, interpreted, most_programs, on_device, rows_of, tile_of
+from composer_speedups.kernels.tensors import shape_only
 
-__all__ = ["DTYPES", "MAX_WIDTH", "interpreted", "layer_norm", "reference_layer_norm"]
-
-MAX_WIDTH = 8192  # a whole row is held in registers: 16 elements in each of 512 threads
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-_TILE = 2048  # elements a program holds at a time: narrow rows are taken several at once
+__all__ = ["layer_norm", "normalise", "reference_layer_norm", "through_norm"]
 
 
 @triton.jit
@@ -129,11 +122,6 @@ def _backward_kernel(
         tl.store(db_ptr + place, tl.sum(db, 0), mask=col < width)
 
 
-def interpreted() -> bool:
-    """Whether `TRITON_INTERPRET=1` was set when this module was imported: kernels then run on the CPU, slowly."""
-    return not isinstance(_forward_kernel, triton.runtime.JITFunction)
-
-
 def reference_layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float = 1e-5
 ) -> torch.Tensor:
@@ -174,38 +162,6 @@ def layer_norm(
     if torch.compiler.is_compiling() or shape_only(x):
         return _forward_op(x, weight, bias, eps)[0]
     return _LayerNorm.apply(x, weight, bias, eps)
-
-
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """`x` as a matrix whose rows are contiguous; a copy only if the strides leave no other way."""
-    matrix = x.reshape(-1, x.shape[-1])
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
-
-
-def tile_of(width: int, per_thread: int) -> dict[str, int]:
-    """Block sizes: whole rows, about `_TILE` elements a program, `per_thread` of them in each thread.
-
-    16 in the forward kernel; 8 in the backward one, which holds five values an element: with 16 it took 128 to
-    254 registers and spilled (ptxas for sm_80 and sm_90, widths 64 to 1024).
-    """
-    cols = triton.next_power_of_2(width)
-    rows = max(1, min(32, _TILE // cols))
-    return {"ROWS": rows, "COLS": cols, "num_warps": max(1, min(16, rows * cols // (32 * per_thread)))}
-
-
-@cache
-def most_programs(device: torch.device) -> int:
-    """Programs of the backward kernel: enough to fill the device, few enough that their sums stay small."""
-    if device.type != "cuda":
-        return 3  # interpreter: a few, so that partial sums are exercised
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return contextlib.nullcontext()
 
 
 def _forward(

@@ -29,8 +29,9 @@ import torch
 import torch.nn.functional as F
 
 from composer_speedups.kernels import varlen_attention_bf16 as bf16
-from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, realised, shape_only
+from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, realised
 from composer_speedups.kernels.native import load
+from composer_speedups.kernels.tensors import shape_only
 
 __all__ = ["Lengths", "attention_kernel", "varlen_attention"]
 

@@ -17,8 +17,9 @@ from functools import cache
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from composer_speedups.kernels.fast_dropout import keep_by_torch, plain, realised, shape_only
+from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
 from composer_speedups.kernels.native import load
+from composer_speedups.kernels.tensors import plain, shape_only
 
 __all__ = ["backward", "forward", "native", "serves"]
 

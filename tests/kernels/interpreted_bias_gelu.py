@@ -10,8 +10,8 @@ import torch
 from bias_gelu_check import case, check
 
 from composer_speedups.kernels import bias_gelu as module
-from composer_speedups.kernels.bias_gelu import bias_gelu, interpreted
-from composer_speedups.kernels.layer_norm import DTYPES
+from composer_speedups.kernels.bias_gelu import bias_gelu
+from composer_speedups.kernels.launch import DTYPES, interpreted
 
 # Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

@@ -13,7 +13,7 @@ from composer_speedups.kernels import dropout_add_norm as module
 from composer_speedups.kernels import dropout_add_norm_triton as cuda
 from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
 from composer_speedups.kernels.fast_dropout import keep_by_torch
-from composer_speedups.kernels.layer_norm import DTYPES
+from composer_speedups.kernels.launch import DTYPES
 
 # Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

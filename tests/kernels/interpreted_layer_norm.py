@@ -10,7 +10,8 @@ import torch
 from layer_norm_check import EPS, case, check
 
 from composer_speedups.kernels import layer_norm as module
-from composer_speedups.kernels.layer_norm import DTYPES, interpreted, layer_norm
+from composer_speedups.kernels.launch import DTYPES, interpreted
+from composer_speedups.kernels.layer_norm import layer_norm
 
 # Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

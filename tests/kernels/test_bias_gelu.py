@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from composer_speedups.kernels import bias_gelu as module
 from composer_speedups.kernels.bias_gelu import bias_gelu
-from composer_speedups.kernels.layer_norm import DTYPES
+from composer_speedups.kernels.launch import DTYPES
 
 HERE = Path(__file__).parent
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}

@@ -22,7 +22,7 @@ from composer_speedups.kernels import dropout_add_norm as module
 from composer_speedups.kernels import dropout_add_norm_triton as cuda
 from composer_speedups.kernels import native as building
 from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
-from composer_speedups.kernels.layer_norm import DTYPES, tile_of
+from composer_speedups.kernels.launch import DTYPES, tile_of
 
 HERE = Path(__file__).parent
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}

@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from composer_speedups.kernels import layer_norm as module
-from composer_speedups.kernels.layer_norm import DTYPES, layer_norm
+from composer_speedups.kernels.launch import DTYPES
+from composer_speedups.kernels.layer_norm import layer_norm
 
 HERE = Path(__file__).parent
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
