@@ -36,13 +36,14 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         report: not used.
 
     Returns:
-        `environment`, `skip` (recipe's name -> why it cannot run here, or should not), `peaks` (precision -> FLOP/s)
-        and `error`: what is wrong with a recipe, or an empty string.
+        `environment`, `skip` (recipe's name -> why it cannot run here, or should not), `peaks` (precision -> FLOP/s),
+        `unmeasured` (precision -> why it has no peak) and `error`: what is wrong with a recipe, or an empty string.
     """
     import torch
 
     device = torch.device(hardware.hardware())
-    answer: dict[str, Any] = {"environment": hardware.environment(), "skip": {}, "peaks": {}, "error": ""}
+    answer: dict[str, Any] = {"environment": hardware.environment(), "error": ""}
+    answer |= {"skip": {}, "peaks": {}, "unmeasured": {}}
     for recipe in payload["recipes"]:
         try:
             speedups = _build(recipe)
@@ -62,8 +63,8 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     for precision in sorted({p for name, p in payload["peaks"].items() if name not in answer["skip"]}):
         try:
             answer["peaks"][precision] = hardware.matmul_peak(device.type, precision)
-        except RuntimeError:
-            continue  # no such matmul on this device: the MFU stays empty
+        except RuntimeError as error:  # no such matmul on this device, or no memory for it
+            answer["unmeasured"][precision] = str(error).partition("\n")[0]
     return answer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from composer_speedups import hardware
 from composer_speedups.ablation.jobs import survey
 from composer_speedups.algorithms import mixed_precision
 from composer_speedups.recipes import Recipe, load_recipe
@@ -43,3 +44,13 @@ def test_bf16_where_it_would_take_hours_is_skipped_with_the_reason(monkeypatch, 
     assert found["error"] == "" and set(found["skip"]) == (set() if multiplies else {"cpu/bf16", "cpu/fastest"})
     wanted = "mixed_precision: PyTorch has fast bf16 products for CPUs with AVX-512"
     assert all(reason.startswith(wanted) for reason in found["skip"].values())
+
+
+def test_a_peak_that_cannot_be_measured_is_told(monkeypatch):
+    def refuses(device: str, precision: str) -> float:
+        raise RuntimeError("no such product\nhere")
+
+    monkeypatch.setattr(hardware, "matmul_peak", refuses)
+    recipe = load_recipe("demo/fp32", check_arguments=False)
+    found = survey({"recipes": [recipe], "peaks": {recipe.name: "fp32"}}, print)
+    assert found["peaks"] == {} and found["unmeasured"] == {"fp32": "no such product"}
