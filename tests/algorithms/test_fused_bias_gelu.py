@@ -1,22 +1,13 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier
-from interpreter import check_in_the_interpreter
 
 from composer_speedups import FusedBiasGELU, apply_fused_bias_gelu
 from composer_speedups.algorithms import fused_bias_gelu as module
 from composer_speedups.errors import SpeedUpUnavailable
-
-HERE = Path(__file__).parent
-
-
-def test_with_the_real_kernel_in_the_interpreter() -> None:
-    check_in_the_interpreter(HERE / "interpreted_fused_bias_gelu.py")
 
 
 @pytest.fixture

@@ -1,21 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from interpreter import check_in_the_interpreter
 
 from composer_speedups import FusedCrossEntropy, apply_fused_cross_entropy
 from composer_speedups.errors import SpeedUpUnavailable
 
-HERE = Path(__file__).parent
-
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-
-
-def test_in_the_interpreter() -> None:
-    check_in_the_interpreter(HERE / "interpreted_fused_cross_entropy.py")
 
 
 @without_cuda

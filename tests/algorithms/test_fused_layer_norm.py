@@ -2,26 +2,17 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from composer.algorithms.warnings import NoEffectWarning
-from interpreter import check_in_the_interpreter
 
 from composer_speedups import FusedLayerNorm, apply_fused_layer_norm
 from composer_speedups.algorithms import fused_layer_norm as module
 from composer_speedups.errors import SpeedUpUnavailable
 
-# torch 2.11's, about what torchmetrics (imported with the first Trainer) does when imported.
-
-HERE = Path(__file__).parent
 CUDA = torch.device("cuda", 0)
-
-
-def test_with_the_real_kernel_in_the_interpreter() -> None:
-    check_in_the_interpreter(HERE / "interpreted_fused_layer_norm.py")
 
 
 @pytest.fixture

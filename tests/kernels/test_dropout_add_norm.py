@@ -1,4 +1,4 @@
-"""Dropout + add + LayerNorm: the C kernel, PyTorch's meaning of it, and Triton's in the interpreter and compiled."""
+"""Dropout + add + LayerNorm: the C kernel, PyTorch's meaning of it, and Triton's compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 import triton
 from dropout_add_norm_check import EPS, case, check, kept
-from interpreter import check_in_the_interpreter
 from test_fast_dropout_kernel import check_bits
 from torch.utils.checkpoint import checkpoint
 from triton.backends.compiler import GPUTarget
@@ -24,7 +23,6 @@ from composer_speedups.kernels import native as building
 from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
 from composer_speedups.kernels.launch import DTYPES, tile_of
 
-HERE = Path(__file__).parent
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 BY = {"C": (FP32, BF16), "PyTorch": (FP32, BF16, FP16, FP64)}
@@ -276,10 +274,6 @@ def test_check_finds_planted_faults_in_c(name: str, dtype: torch.dtype, tmp_path
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
-
-
-def test_in_the_interpreter() -> None:
-    check_in_the_interpreter(HERE / "interpreted_dropout_add_norm.py")
 
 
 @pytest.mark.parametrize("capability", [80, 90])
