@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from composer_speedups import __version__
 from composer_speedups.ablate_command import ABLATE_EXAMPLE, ablate
 from composer_speedups.doctor_command import DOCTOR_EXAMPLE, doctor
 from composer_speedups.errors import UserError
@@ -69,13 +70,30 @@ def _complain(message: str, code: int = 2) -> int:
     return code
 
 
-@app.callback()
-def _app() -> None:
-    """Holds the commands together, also while there is only one."""
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"composer-speedups {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Start with: composer-speedups doctor, then composer-speedups ablate demo --dry-run")
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    # No docstring: it would take the place of the app's own help.
+    pass
+
+
+app.command(epilog=DOCTOR_EXAMPLE, short_help="What this machine supports")(doctor)
+app.command(epilog=ABLATE_EXAMPLE, short_help="Compare recipes side by side")(ablate)
+app.command(epilog=RECOMMEND_EXAMPLE, short_help="Find the recipe for your model and machine")(recommend)
 
 
 @app.command(
-    epilog="Example: composer-speedups recipes finetune/compile batch_size=32 task.name=docstrings > my_recipe.yaml"
+    short_help="List recipes, or print one with the source of every value",
+    epilog="Example: composer-speedups recipes finetune/compile batch_size=32 task.name=docstrings > my_recipe.yaml",
 )
 def recipes(
     name: Annotated[str | None, typer.Argument(help="A recipe's name, or the path of its YAML file.")] = None,
@@ -101,7 +119,9 @@ def recipes(
     typer.echo(f"\nSuites, for composer-speedups ablate: {', '.join(suite_names())}")
 
 
-@app.command(epilog="Example: composer-speedups algorithms fused_adamw")
+@app.command(
+    short_help="List speed-ups, or print one's method card", epilog="Example: composer-speedups algorithms fused_adamw"
+)
 def algorithms(
     name: Annotated[str | None, typer.Argument(help="A speed-up's key, such as fused_adamw.")] = None,
 ) -> None:
@@ -121,13 +141,14 @@ def algorithms(
     rows = []
     for key in keys:
         docstring, class_name = _card(key)
-        rows.append((key, class_name, docstring.partition("\n")[0].partition(": ")[2]))
+        rows.append((key, class_name, " ".join(docstring.partition("\n\n")[0].split()).partition(": ")[2]))
     _print_table(("key", "class", "what"), rows)
 
 
 @app.command(
+    short_help="Train one recipe",
     epilog="Example: composer-speedups train demo/bf16 duration=1ep --save my_model. "
-    "On several devices: composer -n 2 -m composer_speedups train finetune/fp16 --save my_model"
+    "On several devices: composer -n 2 -m composer_speedups train finetune/fp16 --save my_model",
 )
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or the path of its YAML file.")],
@@ -158,15 +179,13 @@ def train(
     return run(loaded, seed=seed, save=save, resume=resume, checkpoint_interval=checkpoint_interval)
 
 
-app.command(epilog=ABLATE_EXAMPLE)(ablate)
-app.command(epilog=REPORT_EXAMPLE)(report)
-app.command(epilog=TUNE_EXAMPLE)(tune)
-app.command(epilog=RECOMMEND_EXAMPLE)(recommend)
-app.command(epilog=DOCTOR_EXAMPLE)(doctor)
+app.command(epilog=TUNE_EXAMPLE, short_help="Find the batch, then the learning rate for it")(tune)
+app.command(epilog=REPORT_EXAMPLE, short_help="Show a study again, or compare two")(report)
 
 
 @app.command(
     "convert-checkpoint",
+    short_help="Change the optimizer of a checkpoint",
     epilog="Example: composer-speedups convert-checkpoint ckpt/ep1-rank0.pt ckpt/ep1-8bit.pt --to adamw_8bit",
 )
 def convert_checkpoint(

@@ -28,7 +28,10 @@ RECOMMEND_EXAMPLE = (
 def recommend(
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Of the task (path=reviews.csv) or recipe (batch_size=16)."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Of the recipe (batch_size=16) or its task (path=reviews.csv is short for task.path=reviews.csv).",
+        ),
     ] = None,
     model: Annotated[
         str, typer.Option(metavar="PATH|NAME", help="Folder or name of a Hugging Face encoder.")

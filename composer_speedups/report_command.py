@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,20 +28,24 @@ def report(
     other: Annotated[
         Path | None, typer.Argument(metavar="[RUN2]", help="A second study, to compare row by row.")
     ] = None,
+    write: Annotated[
+        bool, typer.Option("--write/--no-write", help="Write table, plots and page anew, or leave the folder alone.")
+    ] = True,
 ) -> None:
     """Print a study's table again, and write its files anew from the store; of two studies, compare them."""
-    from composer_speedups.ablation.output import write_all
+    from composer_speedups.ablation.output import findings, write_all
     from composer_speedups.ablation.study import show_findings
     from composer_speedups.ablation.terminal import make_console
 
     console = make_console()
-    if other is not None:
+    if other is not None:  # writes nothing
         _compare(_folder(run), _folder(other), console)
         return
     folder = _folder(run)
-    with _opened(folder) as store:
-        show_findings(write_all(store, folder), console)
-    console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+    with _opened(folder, write) as store:
+        show_findings(write_all(store, folder) if write else findings(store), console)
+    if write:
+        console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _folder(run: Path) -> Path:
@@ -47,14 +55,27 @@ def _folder(run: Path) -> Path:
     return folder
 
 
-def _opened(folder: Path) -> Store:
+@contextlib.contextmanager
+def _opened(folder: Path, write: bool = False) -> Iterator[Store]:
+    """The study's store; unless it is to be written, a copy: SQLite changes even the file that it only reads."""
     from composer_speedups.ablation.store import Store
 
-    store = Store(folder / "runs.sqlite", create=False)
-    if not store.recipes():
-        store.close()
-        raise UserError(f"no study in {folder}: its store is empty")
-    return store
+    with tempfile.TemporaryDirectory() as aside:
+        place = folder
+        if not write:
+            place = Path(aside)
+            for file in folder.glob("runs.sqlite*"):  # of a study that goes on, with what is not in the one file yet
+                shutil.copy(file, place)
+        if not (place / "runs.sqlite").is_file():
+            raise UserError(f"no study in {folder}: runs.sqlite is not there")
+        try:
+            store = Store(place / "runs.sqlite", create=False)
+        except UserError as error:
+            raise UserError(str(error).replace(str(place), str(folder))) from error
+        with store:
+            if not store.recipes():
+                raise UserError(f"no study in {folder}: its store is empty")
+            yield store
 
 
 def _compare(one: Path, other: Path, console: Console) -> None:

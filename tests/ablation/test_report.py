@@ -23,6 +23,7 @@ from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.tables import latex_table, notes, sentence
 from composer_speedups.ablation.terminal import terminal_table
+from composer_speedups.cli import main
 
 HOSTILE = "set/</script><img src=x onerror=alert(1)>&@TABLE@"
 SEEN = ("base", "fast", "slow", "compiled", "forget")
@@ -320,3 +321,18 @@ def test_what_two_speed_ups_do_to_each_other_is_told(tmp_path: Path):
     assert rows[3]["interaction"]["verdict"] == "less than their product"
     assert any(note.startswith("a_b: 0.50 times the product of what") for note in notes(rows))
     assert "0.50 times the product" in (tmp_path / "table.md").read_text()
+
+
+def test_a_report_that_writes_nothing_leaves_the_folder_alone(study, capsys, tmp_path: Path):
+    folder = tmp_path / "out"
+    shutil.copytree(study[0], folder)
+    (folder / "table.md").unlink()
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    assert main(["report", str(folder), "--no-write"]) == 0
+    shown = capsys.readouterr().out
+    assert "samples/s" in shown and "report.html" not in shown
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
+    assert main(["report", str(folder)]) == 0 and (folder / "table.md").is_file()
+    (folder / "runs.sqlite").write_bytes(b"not a database, and long enough to be looked at as one" * 4)
+    assert main(["report", str(folder), "--no-write"]) == 2
+    assert str(folder / "runs.sqlite") in capsys.readouterr().err
