@@ -36,6 +36,7 @@ setup-modern: .venv-modern/$(STAMP)
 
 demo: setup
 	@.venv/bin/composer-speedups ablate demo --out runs/demo
+	@echo "Next, for a model of your own: .venv/bin/composer-speedups recommend --help"
 
 test: setup
 	$(call PYTEST,.venv)

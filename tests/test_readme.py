@@ -17,7 +17,7 @@ from composer_speedups.cli import app
 from composer_speedups.recipes import load_recipe, suite_names
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md"]
+DOCUMENTS = [ROOT / name for name in ("README.md", "docs/other_loops.md", "benchmarks/README.md", "CONTRIBUTING.md")]
 
 
 def blocks(language: str) -> list[pytest.param]:
@@ -85,3 +85,18 @@ def test_the_table_has_every_speed_up() -> None:
     table = re.search(r"<!-- algorithms -->\n(.*?)<!-- /algorithms -->", DOCUMENTS[0].read_text(), re.DOTALL)
     assert table is not None
     assert sorted(re.findall(r"^\| `(\w+)` \|", table[1], re.MULTILINE)) == sorted(registry.keys())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_links_and_folders_of_results_are_there(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", text):
+        assert target.startswith("http") or (document.parent / target).exists(), target
+    for folder in re.findall(r"`(?:benchmarks/)?(?:results/)?(20\d\d-\d\d-\d\d_\w+)/?`", text):
+        assert (ROOT / "benchmarks" / "results" / folder).is_dir(), folder
+
+
+def test_every_folder_of_results_is_listed() -> None:
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    folders = sorted(file.name for file in (ROOT / "benchmarks" / "results").iterdir() if file.is_dir())
+    assert folders and [name for name in folders if f"`{name}`" not in text] == []
