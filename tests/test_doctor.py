@@ -98,45 +98,57 @@ def test_memory_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "fits; the largest batch that would: " in text and need.fits and need.largest >= 16
 
 
-def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    need = memory_need(recipe="demo/fp32")
+@pytest.fixture
+def one_layer(tmp_path: Path):
+    """Write a recipe like a shipped one, of one layer and few texts: a step is dry-run eight times for an answer."""
+
+    def write(base: str, more: str = "") -> str:
+        path = tmp_path / f"{base.replace('/', '_')}{len(more)}.yaml"
+        path.write_text(
+            f"extends: {base}\nmodel: {{config: {{num_hidden_layers: 1}}}}\ntask: {{train_samples: 256}}\n{more}"
+        )
+        return str(path)
+
+    return write
+
+
+def test_memory_that_is_not_there(one_layer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    recipe = one_layer("demo/fp32")
+    need = memory_need(recipe=recipe)
     monkeypatch.setattr(memory, "free_memory", lambda device: need.memory.peak - 1)
-    assert main(["doctor", "--recipe", "demo/fp32"]) == 0
+    assert main(["doctor", "--recipe", recipe]) == 0
     text = capsys.readouterr().out
-    assert "bert-base-uncased, batch 32 of 128 tokens, demo/fp32" in text
+    assert "bert-base-uncased, batch 32 of 128 tokens, demo_fp32" in text
     assert "does not fit; the largest batch that would: 24" in text
     monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
-    assert not memory_need(recipe="demo/fp32", batch=2).fits
-    assert main(["doctor", "--recipe", "demo/fp32"]) == 0
+    assert not memory_need(recipe=recipe, batch=2).fits
+    assert main(["doctor", "--recipe", recipe]) == 0
     assert "does not fit; not even one sample would" in capsys.readouterr().out
 
 
-def test_the_batch_that_was_asked_for_counts_where_it_fits(monkeypatch: pytest.MonkeyPatch):
+def test_the_batch_that_was_asked_for_counts_where_it_fits(one_layer, monkeypatch: pytest.MonkeyPatch):
     """Sizes are looked for in steps of eight: twelve lies between two of them."""
-    need = memory_need(recipe="demo/fp32", batch=12)
+    need = memory_need(recipe=one_layer("demo/fp32"), batch=12)
     monkeypatch.setattr(memory, "free_memory", lambda device: need.memory.peak)
-    assert memory_need(recipe="demo/fp32", batch=12).largest == 12
-    assert memory_need(recipe="demo/fp32", batch=13).largest == 8
+    assert memory_need(recipe=one_layer("demo/fp32"), batch=12).largest == 12
+    assert memory_need(recipe=one_layer("demo/fp32"), batch=13).largest == 8
 
 
-def test_accumulation_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "parts.yaml").write_text("extends: demo/fp32\nmicrobatch_size: 8\n")
-    for recipe, words in (("demo/fp32", "they come as activations go"), (tmp_path / "parts.yaml", "kept from one")):
-        assert main(["doctor", "--recipe", str(recipe)]) == 0
+def test_accumulation_is_told(one_layer, capsys: pytest.CaptureFixture[str]):
+    for more, words in (("", "they come as activations go"), ("microbatch_size: 8\n", "kept from one")):
+        assert main(["doctor", "--recipe", one_layer("demo/fp32", more)]) == 0
         assert words in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("gradients"))
 
 
-def test_a_token_budget_is_told_in_rows(tmp_path: Path):
-    (tmp_path / "budget.yaml").write_text(
-        "extends: demo/fp32\nspeedups: {token_budget_batches: {tokens_per_batch: 5120}}\n"
-    )
-    need = memory_need(recipe=str(tmp_path / "budget.yaml"))
+def test_a_token_budget_is_told_in_rows(one_layer):
+    recipe = one_layer("demo/fp32", "speedups: {token_budget_batches: {tokens_per_batch: 5120}}\n")
+    need = memory_need(recipe=recipe)
     assert "batch 40 of 128 tokens" in need.what and any("as full" in note for note in need.memory.notes)
-    assert "batch 2 of 128 tokens" in memory_need(recipe=str(tmp_path / "budget.yaml"), batch=2).what
+    assert "batch 2 of 128 tokens" in memory_need(recipe=recipe, batch=2).what
 
 
-def test_a_recipe_needs_less_with_its_speed_ups():
-    plain, packed = memory_need(recipe="cpu/fp32", batch=8).memory, memory_need(recipe="cpu/fastest", batch=8).memory
+def test_a_recipe_needs_less_with_its_speed_ups(one_layer):
+    plain, packed = (memory_need(recipe=one_layer(f"cpu/{name}"), batch=8).memory for name in ("fp32", "fastest"))
     assert packed.activations < 0.5 * plain.activations
 
 
