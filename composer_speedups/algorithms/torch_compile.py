@@ -46,6 +46,7 @@ from composer_speedups.surgery import repeated_blocks
 
 __all__ = ["TorchCompile", "apply_torch_compile"]
 
+_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes that record CUDA graphs
 SCOPES = ("model", "block")
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
@@ -107,6 +108,7 @@ class TorchCompile(SpeedUp):
             Event.EVAL_STANDALONE_START,
             Event.BEFORE_FORWARD,
             Event.EVAL_BEFORE_FORWARD,
+            Event.PREDICT_BEFORE_FORWARD,
             Event.BATCH_END,
             Event.EVAL_END,
             Event.EVAL_STANDALONE_END,
@@ -149,7 +151,9 @@ class TorchCompile(SpeedUp):
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event in (Event.FIT_START, Event.EVAL_STANDALONE_START):
             _refuse_compile_config(state.model)
-        elif event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD):
+            if event is Event.FIT_START:
+                _refuse_microbatches(self, state)
+        elif event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD):
             if self.mode is not None and "cuda" in state.device._device.type:
                 # CUDA graphs write into the same memory again: say that the last step's outputs are done with.
                 torch.compiler.cudagraph_mark_step_begin()
@@ -193,6 +197,18 @@ def _check(scope: Any, backend: Any, mode: Any, dynamic: Any, fullgraph: Any, ca
     if cache_dir is not None and not cache_dir.strip():
         raise ValueError("cache_dir='' names no folder. Leave it out for PyTorch's own")
     check_backend(backend, mode)
+
+
+def _refuse_microbatches(algorithm: TorchCompile, state: State) -> None:
+    """CUDA graphs keep gradients in memory that the next microbatch writes over, before the optimizer has seen them."""
+    if algorithm.mode not in _GRAPHS or algorithm.backend != "inductor" or "cuda" not in state.device._device.type:
+        return
+    micro, batch = state.device_train_microbatch_size, getattr(state.train_dataloader, "batch_size", None)
+    if micro is not None and batch is not None and micro < batch:
+        raise ConflictError(
+            f"mode={algorithm.mode!r} records CUDA graphs, whose gradients do not outlive a microbatch, and the batch "
+            f"of {batch} is cut into microbatches of {micro}. Leave out mode, or device_train_microbatch_size"
+        )
 
 
 def _is_compiled(model: torch.nn.Module) -> bool:

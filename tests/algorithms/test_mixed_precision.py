@@ -45,7 +45,16 @@ def composer_bert() -> HuggingFaceModel:
     return HuggingFaceModel(bert(), metrics=[metric], eval_metrics=[metric], use_logits=True)
 
 
-def test_matches_float64_within_bf16(device: str) -> None:
+@pytest.fixture
+def sums_in_float32():
+    """cuBLAS may otherwise sum the parts of a long product in bf16."""
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    yield
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def test_matches_float64_within_bf16(device: str, sums_in_float32) -> None:
     # In one layer: products of bf16-rounded factors, summed in float32, and rounded once to bf16.
     layer = torch.nn.Linear(768, 64).to(device)
     x = torch.randn(37, 768, device=device, requires_grad=True)
