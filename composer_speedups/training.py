@@ -94,7 +94,8 @@ def run(
         reason = algorithm.unavailable(torch_device)
         if reason is not None:
             raise SpeedUpUnavailable(f"{algorithm!r}: {reason}")
-    dist.initialize_dist(device)
+    if dist.get_world_size() > 1:  # alone, Composer would ask Gloo or NCCL five times a step for what it knows
+        dist.initialize_dist(device)
     report = report if dist.get_global_rank() == 0 else None
     say = (lambda text: report(Progress("data", message=text))) if report else None
 

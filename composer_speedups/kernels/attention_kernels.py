@@ -9,12 +9,10 @@ compiled code is seen as it runs and no guard of it fails; outside that one pass
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
-
-# Not the newer one: with it, CUPTI stays attached to the GPU's driver and slows the training down to its end.
-from torch.autograd.profiler_legacy import profile
 
 __all__ = ["AttentionWatch", "watch_attention"]
 
@@ -38,7 +36,7 @@ class AttentionWatch:
 
     def __init__(self) -> None:
         self.kernels: tuple[str, ...] = ()
-        self._profile: profile | None = None
+        self._profile: torch.autograd.profiler.profile | None = None
 
     @property
     def running(self) -> bool:
@@ -48,17 +46,19 @@ class AttentionWatch:
         """Begin; False, and nothing happens, if the user's own profiler is at work: there can be only one."""
         if torch.autograd._profiler_enabled():
             return False
-        self._profile = profile()
-        self._profile.__enter__()
+        self._profile = torch.autograd.profiler.profile(use_kineto=False)
+        with _quiet():
+            self._profile.__enter__()
         return True
 
     def stop(self) -> tuple[str, ...]:
         """End, and return the names of the kernels that ran, sorted; none if no attention kernel did."""
-        running, self._profile = self._profile, None
-        if running is None:
+        profile, self._profile = self._profile, None
+        if profile is None:
             return ()
-        running.__exit__(None, None, None)
-        events = running.function_events or ()
+        with _quiet():
+            profile.__exit__(None, None, None)
+            events = profile.function_events or ()
         self.kernels = tuple(sorted({_KERNELS[e.name] for e in events if e.name in _KERNELS}))
         return self.kernels
 
@@ -81,3 +81,17 @@ def watch_attention() -> Iterator[AttentionWatch]:
         yield watch
     finally:
         watch.stop()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A CUDA build of PyTorch on a machine without a GPU prints an error line when it first profiles."""
+    name, before = "KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL")
+    if before is not None or torch.cuda.is_available():
+        yield
+        return
+    os.environ[name] = "5"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
