@@ -92,6 +92,19 @@ def test_peak_memory_without_proc(platform: str, unit: int, monkeypatch) -> None
     assert measure.peak_memory(torch.device("cpu")) == 5000 * unit
 
 
+def test_one_process_makes_no_process_group(monkeypatch) -> None:
+    """Every step would ask Gloo or NCCL for the sums over one rank."""
+
+    def asked(device: str) -> None:
+        raise ConnectionError("a process group was asked for")
+
+    monkeypatch.setattr(training.dist, "initialize_dist", asked)
+    assert run(tiny()).status == "ok"
+    monkeypatch.setattr(training.dist, "get_world_size", lambda: 2)
+    with pytest.raises(ConnectionError):
+        run(tiny())
+
+
 def test_same_seed_same_losses_and_another_seed_others() -> None:
     first, again, other = run(tiny()), run(tiny()), run(tiny(), seed=99)
     assert first.losses == again.losses
