@@ -123,3 +123,6 @@ def main(out: str, strategy: str, keys: list[str]) -> None:
 if __name__ == "__main__":
     for chosen in ("ddp", "fsdp2"):
         main(f"{sys.argv[1]}/{chosen}", chosen, sys.argv[2:])
+    # Left to the interpreter's end, Gloo's threads were once still running there (torch 2.11, a busy machine): SIGABRT.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
