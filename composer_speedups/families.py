@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["BERT_LIKE", "CAUSAL", "MASKED", "READ_ANYWHERE", "READ_FIRST", "bert_like", "has_head"]
+__all__ = ["BERT_LIKE", "CAUSAL", "MASKED", "READ_ANYWHERE", "READ_FIRST", "bert_like", "has_head", "positions"]
 
 # By `config.model_type`: embeddings, then `encoder.layer`, each with `attention.self`, `attention.output`, ...
 BERT_LIKE = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
@@ -21,13 +21,23 @@ READ_ANYWHERE = ("ForTokenClassification", "ForQuestionAnswering", *MASKED)
 
 
 def bert_like(config: Any) -> bool:
-    """Whether a model of this configuration is built as BERT is, its positions added to the embeddings.
+    """Whether a model of this configuration is built as BERT is; where its positions enter, `positions` says.
 
     >>> from transformers import BertConfig, GPT2Config
     >>> bert_like(BertConfig()), bert_like(GPT2Config())
     (True, False)
     """
     return getattr(config, "model_type", None) in BERT_LIKE
+
+
+def positions(config: Any) -> str:
+    """ "absolute" where positions are added to the embeddings; other kinds add to the attention scores.
+
+    >>> from transformers import BertConfig
+    >>> positions(BertConfig())
+    'absolute'
+    """
+    return getattr(config, "position_embedding_type", None) or "absolute"  # transformers 5 has no other any more
 
 
 def has_head(model: torch.nn.Module | None, kinds: tuple[str, ...]) -> bool:

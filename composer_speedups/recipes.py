@@ -278,8 +278,8 @@ class _Library:
                 raise RecipeError(f"{show(text)} is the name of {len(matches)} recipes. Write {' or '.join(matches)}")
             other = recipe_names() if kind == "suite" else suite_names()
             if text in other:
-                see = f": its rows are shown by `composer-speedups ablate {text} --dry-run`"
-                raise RecipeError(f"{show(text)} is a {'recipe, not a suite' if kind == 'suite' else f'suite{see}'}")
+                rows = f"suite: its rows are shown by `composer-speedups ablate {text} --dry-run`"
+                raise RecipeError(f"{show(text)} is a {'recipe, not a suite' if kind == 'suite' else rows}")
             raise RecipeError(f"unknown {kind} {show(text)}. {nearest(text, (*other, *known))}")
         path = Path(os.path.realpath(relative_to / text)) if "\0" not in text else Path(text)
         for shipped in known:

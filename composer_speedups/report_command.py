@@ -66,8 +66,6 @@ def _opened(folder: Path, write: bool = False) -> Iterator[Store]:
             place = Path(aside)
             for file in folder.glob("runs.sqlite*"):  # of a study that goes on, with what is not in the one file yet
                 shutil.copy(file, place)
-        if not (place / "runs.sqlite").is_file():
-            raise UserError(f"no study in {folder}: runs.sqlite is not there")
         try:
             store = Store(place / "runs.sqlite", create=False)
         except UserError as error:

@@ -69,7 +69,7 @@ def wordy(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
 
 
 def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
-    return {"environment": FACTS, "skip": {}, "peaks": {}, "error": ""}
+    return {"environment": FACTS, "skip": {}, "peaks": {}, "unmeasured": {}, "error": ""}
 
 
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:

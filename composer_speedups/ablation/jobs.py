@@ -42,8 +42,13 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     import torch
 
     device = torch.device(hardware.hardware())
-    answer: dict[str, Any] = {"environment": hardware.environment(), "error": ""}
-    answer |= {"skip": {}, "peaks": {}, "unmeasured": {}}
+    answer: dict[str, Any] = {
+        "environment": hardware.environment(),
+        "skip": {},
+        "peaks": {},
+        "unmeasured": {},
+        "error": "",
+    }
     for recipe in payload["recipes"]:
         try:
             speedups = _build(recipe)

@@ -218,8 +218,8 @@ class _Study:
         peaks = known | answer["peaks"]
         if answer["peaks"]:
             self.store.note(peaks=peaks)
-        for kind_of_product, reason in answer.get("unmeasured", {}).items():
-            self.console.print(f"No MFU in {kind_of_product}: its matmul cannot be measured here ({escape(reason)})")
+        for unmeasured, reason in answer["unmeasured"].items():
+            self.console.print(f"No MFU in {unmeasured}: its matmul cannot be measured here ({escape(reason)})")
         for name, reason in answer["skip"].items():
             self.store.skip(name, reason)
         self.expected = {n: self.each or expected_seconds(r, peaks, kind) for n, r in self.recipes.items()}

@@ -130,7 +130,8 @@ class _FusedLoss:
         return forward
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        from composer_speedups.kernels.cross_entropy import DTYPES, cross_entropy
+        from composer_speedups.kernels.cross_entropy import cross_entropy
+        from composer_speedups.kernels.launch import DTYPES
         from composer_speedups.kernels.tensors import plain, shape_only
 
         ours = logits.dtype in DTYPES and (logits.is_cuda or TRITON_INTERPRETED) and not torch.compiler.is_compiling()

@@ -27,7 +27,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.compat import layer_result
-from composer_speedups.families import BERT_LIKE, READ_FIRST, bert_like, has_head
+from composer_speedups.families import BERT_LIKE, READ_FIRST, bert_like, has_head, positions
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage
@@ -79,8 +79,12 @@ def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
     if not (bert_like(config) and has_head(owner, READ_FIRST)):
         return None
     encoder = getattr(getattr(owner, owner.base_model_prefix, None), "encoder", None)
-    position = getattr(config, "position_embedding_type", None) or "absolute"
-    if isinstance(owner, _Owner) or config.is_decoder or position != "absolute" or not getattr(encoder, "layer", None):
+    if (
+        isinstance(owner, _Owner)
+        or config.is_decoder
+        or positions(config) != "absolute"
+        or not getattr(encoder, "layer", None)
+    ):
         return None
     return encoder
 

@@ -40,7 +40,7 @@ from composer.loggers import Logger
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from composer_speedups.arguments import check_count
-from composer_speedups.families import BERT_LIKE, READ_ANYWHERE, bert_like, has_head
+from composer_speedups.families import BERT_LIKE, READ_ANYWHERE, bert_like, has_head, positions
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
 from composer_speedups.packing import CountTokens, Packing, counts_of, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
@@ -144,8 +144,7 @@ def _why_not(module: torch.nn.Module) -> str | None:
         return "its encoder is unpadded already"
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         return "config.is_decoder is True: attention only to earlier tokens is not for unpadding"
-    position = getattr(config, "position_embedding_type", None) or "absolute"
-    if position != "absolute":
+    if (position := positions(config)) != "absolute":
         return f"position_embedding_type={position!r} adds to the scores, which fused kernels do not allow"
     if getattr(config, "chunk_size_feed_forward", 0):
         return "config.chunk_size_feed_forward cuts padded rows: set it to 0"

@@ -20,11 +20,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.launch import interpreted
+from composer_speedups.kernels.launch import DTYPES, interpreted
 
-__all__ = ["DTYPES", "cross_entropy", "reference_cross_entropy"]
+__all__ = ["cross_entropy", "reference_cross_entropy"]
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _MOST = 4096  # logits that a program holds at a time: 16 in each of 256 threads
 _WARPS = 8

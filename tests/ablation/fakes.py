@@ -45,6 +45,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         },
         "skip": {name: "needs a thing: install it" for name, what in does.items() if what == "unavailable"},
         "peaks": {precision: 1e9 for precision in payload["peaks"].values()},
+        "unmeasured": {},
         "error": "fast.yaml:3: unknown speed-up 'x'" if "wrong" in does.values() else "",
     }
 

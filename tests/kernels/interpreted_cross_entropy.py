@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import composer_speedups.kernels.cross_entropy as module
-from composer_speedups.kernels.cross_entropy import DTYPES, cross_entropy, reference_cross_entropy
+from composer_speedups.kernels.cross_entropy import cross_entropy, reference_cross_entropy
+from composer_speedups.kernels.launch import DTYPES
 
 # Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
 pytestmark = [

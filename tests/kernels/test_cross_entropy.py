@@ -11,7 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from composer_speedups.kernels import cross_entropy as module
-from composer_speedups.kernels.cross_entropy import DTYPES, cross_entropy, reference_cross_entropy
+from composer_speedups.kernels.cross_entropy import cross_entropy, reference_cross_entropy
+from composer_speedups.kernels.launch import DTYPES
 
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 
