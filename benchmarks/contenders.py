@@ -28,7 +28,7 @@ from composer_speedups import registry
 from composer_speedups.compilation import compile_statistics, use_cache
 from composer_speedups.flops import model_flops
 from composer_speedups.measure import Measurement, peak_memory, reset_peak_memory
-from composer_speedups.packing import CountTokens, hand_over
+from composer_speedups.packing import count_on_host, hand_over
 from composer_speedups.recipes import Recipe
 from composer_speedups.speedup import Stage, algorithm_passes
 from composer_speedups.tasks import build_model, build_task
@@ -326,6 +326,7 @@ def _bare(job: Job, compile_cache: str | None = None) -> Result:
     meter, losses = _Meter(), []
     meter.start()
     for batch in itertools.islice(loader, steps):
+        count_on_host(batch)  # as `Unpadding` does in a Trainer
         for name, value in batch.items():
             if isinstance(value, torch.Tensor):
                 batch[name] = value.to(device, non_blocking=True)
@@ -345,8 +346,7 @@ def _bare(job: Job, compile_cache: str | None = None) -> Result:
 def apply_functions(recipe: Recipe, model: Any, optimizer: Any, loader: Any, device: torch.device) -> list[Any]:
     """Apply the recipe's speed-ups by their functions, without Composer; hold on to what is returned.
 
-    What is about Composer's own loop (`sync_free_loop`) is left out. As a Trainer's `DataLoader` does for `unpadding`,
-    this one counts tokens while collating.
+    What is about Composer's own loop (`sync_free_loop`) is left out.
     """
     from composer.core import Event
 
@@ -367,8 +367,6 @@ def apply_functions(recipe: Recipe, model: Any, optimizer: Any, loader: Any, dev
             kept.append(apply(**kwargs))
         else:
             kept.append(apply(model, **kwargs))
-    if "unpadding" in recipe.speedups:
-        CountTokens.wrap(loader)
     return kept
 
 

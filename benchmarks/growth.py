@@ -60,7 +60,7 @@ def run(folder: Path, repetitions: int, batches: int) -> str:
         for value in values:
             name = _name(MIDDLE | {axis: value})
             beside = any(row["overlapped"] for row in rows if row["entry"].startswith(f"{name}: "))
-            mark = " (beside another measurement)" if beside else ""
+            mark = " (beside other work)" if beside else ""
             body.append((f"{axis} {value}{mark}", *_cells(rows, name, plain, fast)))
     heading = (
         f"{repetitions} repetitions, interleaved, each run in a fresh process; {batches} batches count, after half as "

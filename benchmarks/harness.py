@@ -88,8 +88,8 @@ def interleaved(
         first: the number of the first repetition, where a benchmark does each by itself.
 
     A row's speeds: `samples_per_second` as it was; `real_tokens_per_second`, by which contenders are compared, as
-    batches hold more of them or fewer; `flops_per_second` of the model's mathematics. A row is `overlapped` if another
-    measurement went on meanwhile.
+    batches hold more of them or fewer; `flops_per_second` of the model's mathematics. A row is `overlapped` if other
+    work shared the machine; `waited` is what that had of the time in which the run wanted a core.
     """
     # A run's interpreter does not look into the current folder.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.getenv("PYTHONPATH")]))
@@ -118,7 +118,7 @@ def interleaved(
                 }
                 outcome = isolation.run(payload, timeout=min(TIMEOUT, left + GRACE))
                 row = {"entry": name, "repetition": repetition, "status": outcome.status, "reason": outcome.reason}
-                row |= {"overlapped": outcome.overlapped, **(outcome.value or {})}
+                row |= {"overlapped": not outcome.alone, "waited": outcome.waited, **(outcome.value or {})}
                 row |= _speeds(row, recipe.batch_size, batches)
                 rows.append(row)
                 with (folder / "rows.jsonl").open("a") as file:
@@ -173,9 +173,9 @@ def spread(values: Sequence[float], form: str = ".2f", unit: str = "") -> str:
 
 
 def shown(rows: Rows, entry: str) -> str:
-    """The entry's name in a table, marked where another measurement went on meanwhile."""
+    """The entry's name in a table, marked where other work shared the machine."""
     marked = any(row["entry"] == entry and row.get("overlapped") for row in rows)
-    return f"{entry} (beside another measurement)" if marked else entry
+    return f"{entry} (beside other work)" if marked else entry
 
 
 def markdown(folder: Path, heading: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> str:

@@ -137,9 +137,9 @@ class TokenBudgetSampler(DistributedSampler):
         self.steps = max(1, round(total / (tokens * num_replicas)))
         if (self.steps > 1 and total / self.steps < (num_replicas + 1) * longest) or len(lengths) < num_replicas:
             least = -(-(num_replicas + 1) * longest // num_replicas)
-            raise ValueError(
-                f"tokens_per_batch={tokens} is too few for samples of up to {longest} tokens on {num_replicas} ranks:"
-                f" take at least {least}, or more samples"
+            raise SpeedUpUnavailable(
+                f"batches of {tokens} tokens are too small for samples of up to {longest} tokens on {num_replicas} "
+                f"rank{'s' * (num_replicas > 1)}: take tokens_per_batch of at least {least}, or more samples"
             )
 
     def __len__(self) -> int:

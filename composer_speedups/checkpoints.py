@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -30,6 +29,7 @@ from packaging.version import InvalidVersion, Version
 from composer_speedups import __version__
 from composer_speedups.checkpoint_files import Damaged, Unsafe, read_file
 from composer_speedups.errors import CheckpointError, UserError
+from composer_speedups.files import lock
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -279,19 +279,16 @@ def _lock(folder: Path) -> None:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:
-                break
-        except BlockingIOError:
+        if not lock(descriptor):
             owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             os.close(descriptor)
             raise CheckpointError(
                 f"{folder} is in use by another run ({owner or 'which has just begun'}): wait for its end, or name "
                 "another folder with --save"
-            ) from None
-        except FileNotFoundError:
-            pass
+            )
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
         os.close(descriptor)  # the run before has just ended and removed the file: take the new one
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -101,7 +101,7 @@ def _memory(console: Console, need: Need) -> None:
         table.add_row(name, f"{size / _GIB:,.2f} GiB", text)
     if need.free is not None:
         words = "fits" if need.fits else "does not fit"
-        words += f"; the largest batch that would: {need.largest}" if need.largest else "; not even one sample would"
+        words += f"; the largest batch that fits is {need.largest}" if need.largest else "; not even one sample does"
         table.add_row(
             "free here", f"{need.free / _GIB:,.2f} GiB", f"{'[green]' if need.fits else '[yellow]'}{words}[/]"
         )

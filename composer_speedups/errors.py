@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "ConflictError",
+    "NothingFits",
     "OutOfMemory",
     "RecipeError",
     "SpeedUpUnavailable",
@@ -39,6 +40,10 @@ class CheckpointError(UserError, RuntimeError):
 
 class TaskError(UserError, ValueError):
     """The data or the model that a recipe names cannot be had."""
+
+
+class NothingFits(UserError):
+    """No batch size was found that fits the memory, the time or the data allowed."""
 
 
 class OutOfMemory(UserError, RuntimeError):

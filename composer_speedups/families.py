@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["BERT_LIKE", "CAUSAL", "MASKED", "READ_ANYWHERE", "READ_FIRST", "bert_like", "has_head", "positions"]
+__all__ = [
+    "BERT_LIKE",
+    "CAUSAL",
+    "MASKED",
+    "READ_ANYWHERE",
+    "READ_FIRST",
+    "bert_like",
+    "has_head",
+    "positions",
+]
 
 # By `config.model_type`: embeddings, then `encoder.layer`, each with `attention.self`, `attention.output`, ...
 BERT_LIKE = ("bert", "roberta", "xlm-roberta", "camembert", "electra")

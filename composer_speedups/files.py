@@ -1,11 +1,33 @@
-"""Files that are there as a whole or not at all, and never in another one's place."""
+"""Files that are there as a whole or not at all, never in another one's place, and held by one process."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["move_if_free"]
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["lock", "move_if_free"]
+
+
+def lock(descriptor: int) -> bool:
+    """Take the lock of an open file; False if another process holds it.
+
+    The kernel lets go of it when the process ends, however it ends. True, too, on file systems that know no locks
+    (some network ones): that another process is there can't be told then, and most often none is.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def move_if_free(temporary: str, target: Path) -> None:

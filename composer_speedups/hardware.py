@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from composer_speedups import cgroup
+
 __all__ = [
     "IDENTITY",
     "environment",
@@ -284,12 +286,8 @@ def _memory() -> int | None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
-    for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return min(total, int(Path(place).read_text()))
-        except (OSError, ValueError):
-            continue
-    return total
+    limit = cgroup.memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def _driver() -> str | None:

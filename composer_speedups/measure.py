@@ -150,12 +150,11 @@ class Measurement(Callback):
         self.compiling.append(compiled > self._compiled)
         self._compiled = compiled
         self._bad = 0 if math.isfinite(loss) else self._bad + 1
-        if self._bad >= _NAN_PATIENCE:
-            self.gave_up = True
+        self.gave_up, self.interrupted = _on_any_rank([self._bad >= _NAN_PATIENCE, self._stop_requested()], state)
+        if self.gave_up or self.interrupted:
             state.stop_training()
-        if _on_any_rank(self._stop_requested(), state):
-            self.interrupted = True
-            state.stop_training()
+            # Composer would evaluate before it ends: minutes for whoever wants it to stop, and nothing to learn of NaN.
+            state.evaluators = []
         if self._due() or self._step == self._steps:
             self._send(self._progress(state, loss))
 
@@ -219,13 +218,13 @@ class Measurement(Callback):
         )
 
 
-def _on_any_rank(flag: bool, state: State) -> bool:
-    """True on all ranks if on any. A rank that stopped alone would leave the others waiting for its gradients."""
+def _on_any_rank(flags: list[bool], state: State) -> list[bool]:
+    """Each flag, on all ranks if on any. A rank that stopped alone would leave the others waiting for its gradients."""
     if dist.get_world_size() == 1:
-        return flag
-    votes = torch.tensor([int(flag)], device=state.device._device)
+        return flags
+    votes = torch.tensor(flags, dtype=torch.int32, device=state.device._device)
     dist.all_reduce(votes, reduce_operation="MAX")
-    return bool(votes.item())
+    return [bool(vote) for vote in votes.tolist()]
 
 
 def _steps(state: State) -> int:

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from composer_speedups import cgroup
 from composer_speedups.optimizer_states import BLOCK_SIZE, MIN_8BIT_SIZE
 from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes, check_combination
 from composer_speedups.tasks import models
@@ -198,14 +198,8 @@ def free_memory(device: torch.device) -> int | None:
     import psutil
 
     free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:  # a container's own limit; pages of files count as used there, but are given up when needed
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(facts.get("inactive_file", 0)))
-    except (OSError, ValueError):
-        pass
-    return free
+    limit, used = cgroup.memory_limit(), cgroup.memory_used()
+    return free if limit is None or used is None else min(free, limit - used)
 
 
 def optimizer_bytes(recipe: Recipe, model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> int:

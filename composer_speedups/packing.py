@@ -1,21 +1,21 @@
 """Where the real tokens of a padded batch are, and how to get there and back.
 
-`Packing` tells it. What it needs on the host (how many tokens each row has) is counted by `CountTokens`, a collator
-around the user's own, while the batch is still in memory that the host can read. The counts travel in the batch as
-a list of ints, which Composer neither moves to the device nor fails to split into microbatches; `hand_over` takes
-them out again and ties them to the attention mask itself, so that they cannot be read with another one.
+`Packing` tells it. What it needs on the host, how many tokens each row has, is counted while the batch is still there
+(`count_on_host`): on the device, counting would wait for all that is queued. The counts travel in the batch as a list
+of ints, which Composer neither moves to the device nor fails to split into microbatches; `hand_over` takes them out
+again and ties them to the attention mask itself, so that they cannot be read with another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 
 from composer_speedups.kernels.varlen_attention import Lengths
 
-__all__ = ["COUNTS", "CountTokens", "Packing", "count_tokens", "counts_of", "hand_over"]
+__all__ = ["COUNTS", "Packing", "count_on_host", "count_tokens", "counts_of", "hand_over", "tie_counts"]
 
 COUNTS = "real_token_counts"  # the key in a batch
 _TIED = "_composer_speedups_counts"
@@ -104,51 +104,51 @@ def count_tokens(mask: torch.Tensor) -> list[int]:
     return torch.where(real[:, 0], counts, -counts).tolist()
 
 
-def counts_of(mask: torch.Tensor) -> list[int]:
-    """The counts tied to `mask` by `hand_over`, or else counted now."""
-    counts = getattr(mask, _TIED, None)
-    return counts if counts is not None and len(counts) == len(mask) else count_tokens(mask)
+def count_on_host(batch: Any) -> bool:
+    """Put the counts into `batch` if they can be had without waiting for a device; whether they could.
 
+    To be called when nothing will change the mask any more.
 
-class CountTokens:
-    """A collator that also counts the real tokens of each row.
-
-    >>> batch = CountTokens(torch.utils.data.default_collate)([{"attention_mask": torch.tensor([1, 1, 0])}])
-    >>> batch["real_token_counts"]
-    [2]
+    >>> batch = {"attention_mask": torch.tensor([[1, 1, 0]])}
+    >>> count_on_host(batch), batch["real_token_counts"]
+    (True, [2])
     """
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, examples: Any) -> Any:
-        batch = self.collate(examples)
-        mask = batch.get("attention_mask") if isinstance(batch, MutableMapping) else None
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1]:
-            batch[COUNTS] = count_tokens(mask)
-        return batch
-
-    @staticmethod
-    def wrap(loader: Any) -> bool:
-        """Let a `DataLoader` count; False if `loader` is none, or counts already, or its workers have started."""
-        if not isinstance(loader, torch.utils.data.DataLoader) or isinstance(loader.collate_fn, CountTokens):
-            return False
-        if loader.batch_sampler is None or getattr(loader, "_iterator", None) is not None:
-            return False
-        loader.collate_fn = CountTokens(loader.collate_fn)
-        return True
-
-    @staticmethod
-    def unwrap(loader: Any) -> None:
-        if isinstance(getattr(loader, "collate_fn", None), CountTokens):
-            loader.collate_fn = loader.collate_fn.collate
+    mask = _mask(batch)
+    if mask is None or not isinstance(batch, MutableMapping):
+        return False
+    counts = _tied(mask) or (count_tokens(mask) if mask.device.type == "cpu" else None)
+    if counts is not None:
+        batch[COUNTS] = counts
+    return counts is not None
 
 
 def hand_over(batch: Any) -> bool:
     """Take the counts out of `batch` and tie them to its attention mask; whether there were any."""
     counts = batch.pop(COUNTS, None) if isinstance(batch, MutableMapping) else None
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if counts is None or not isinstance(mask, torch.Tensor):
+    mask = _mask(batch)
+    if counts is None or mask is None:
         return False
-    setattr(mask, _TIED, counts)
+    tie_counts(mask, counts)
     return True
+
+
+def tie_counts(mask: torch.Tensor, counts: list[int]) -> None:
+    """Let `counts_of` this tensor find them, as long as nobody changes it."""
+    setattr(mask, _TIED, (counts, mask._version))
+
+
+def counts_of(mask: torch.Tensor) -> list[int]:
+    """The counts tied to `mask`, or else counted now."""
+    return _tied(mask) or count_tokens(mask)
+
+
+def _tied(mask: torch.Tensor) -> list[int] | None:
+    counts, version = getattr(mask, _TIED, (None, None))
+    rows, length = mask.shape
+    fits = counts is not None and version == mask._version and len(counts) == rows
+    return counts if fits and max(map(abs, counts), default=0) <= length else None
+
+
+def _mask(batch: Any) -> torch.Tensor | None:
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] else None

@@ -252,7 +252,7 @@ def _summarise(events: Iterable[Any], device: torch.device, steps: int) -> StepP
 def _kinds(events: Iterable[Any]) -> Mapping[int, tuple[str, bool]]:
     """The kind of every event, by its id, and whether that holds for all that it calls."""
     found: dict[int, tuple[str, bool]] = {}
-    forward: dict[tuple[int, int], tuple[float, tuple[str, bool]]] = {}
+    forward: dict[tuple[int, int], tuple[str, bool]] = {}
     again: set[int] = set()  # events of a forward pass that runs inside of the backward pass
     # In order of time a parent comes before its children, and the forward pass before the backward pass.
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
@@ -272,13 +272,13 @@ def _kinds(events: Iterable[Any]) -> Mapping[int, tuple[str, bool]]:
         kind = above if above[1] else _rule(_NODE.sub("", event.name))
         if not above[1] and _NODE.match(event.name):
             # The node's cause: of the operators with its number, the last one to start made it.
-            cause = forward.get((event.fwd_thread, event.sequence_nr), (0.0, ("other", False)))[1]
+            cause = forward.get((event.fwd_thread, event.sequence_nr), ("other", False))
             kind = cause if cause[0] != "other" else kind
         elif kind[0] == "other":
             kind = above  # a helper of what called it
         found[id(event)] = kind
         if event.sequence_nr >= 0 and not backward:
-            forward[event.thread, event.sequence_nr] = (event.time_range.start, kind)
+            forward[event.thread, event.sequence_nr] = kind
     return found
 
 

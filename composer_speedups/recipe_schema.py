@@ -218,7 +218,6 @@ class SuiteFields(_Fields):
     """Recipes to be compared.
 
     Attributes:
-        name: from the file.
         description: a line or two; shown above the table.
         baseline: the recipe against which speed-ups are counted.
         recipes: names, or paths relative to the suite's file, in the order of the table.

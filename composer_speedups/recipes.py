@@ -106,7 +106,7 @@ class Suite:
         description: a line or two.
         baseline: the name of the recipe against which speed-ups are counted.
         recipes: in the order of the table.
-        hardware: `cpu` or `cuda`.
+        hardware: `cpu`, `cuda` or `cpu_without_bf16`.
     """
 
     name: str
@@ -183,27 +183,35 @@ def load_suite(
     variants = _suite_variants(library.read(path))
     fields = {key: _validate(SuiteFields, item) for key, item in variants.items()}  # all, whichever is asked for
     item, chosen = variants[hardware], fields[hardware]
-    items = []
+    items, files = [], []
     for index, entry in enumerate(chosen.recipes):
         where = item.at(("recipes", index)).where
         try:
-            loaded = library.load(*library.find(entry, relative_to=path.parent))
+            file, known_as = library.find(entry, relative_to=path.parent)
+            loaded = library.load(file, known_as)
         except RecipeError as error:
             raise RecipeError(f"{where}: {error}") from None
+        files.append(file)
         changes = item.at(("overrides",)) if "overrides" in item.value else Item({}, where)  # type: ignore[operator]
         items.append(merge(loaded, normalised(changes), lenient=True))
     recipes = _finish(items, overrides, check_arguments)
     names = [recipe.name for recipe in recipes]
     for index, recipe in enumerate(names):
         if recipe in names[:index]:
-            raise RecipeError(f"{item.at(('recipes', index)).where}: {recipe} is listed twice. Keep one")
+            where = item.at(("recipes", index)).where
+            if files[index] in files[:index]:
+                raise RecipeError(f"{where}: {recipe} is listed twice. Keep one")
+            raise RecipeError(f"{where}: two files make a recipe called {recipe}. Give one of them a name: of its own")
     where = item.at(("baseline",)).where
-    try:
-        baseline = chosen.baseline if chosen.baseline in names else library.find(chosen.baseline, path.parent)[1]
-    except RecipeError as error:
-        raise RecipeError(f"{where}: baseline: {error}") from None
+    baseline = chosen.baseline
     if baseline not in names:
-        raise RecipeError(f"{where}: baseline {chosen.baseline} is none of the recipes. {nearest(baseline, names)}")
+        try:
+            file, baseline = library.find(baseline, path.parent)
+        except RecipeError as error:
+            raise RecipeError(f"{where}: baseline: {error}") from None
+        if file not in files:
+            raise RecipeError(f"{where}: baseline {chosen.baseline} is none of the recipes. {nearest(baseline, names)}")
+        baseline = names[files.index(file)]
     return Suite(name, chosen.description, baseline, recipes, hardware)
 
 
@@ -316,7 +324,7 @@ class _Library:
             )
         chain = (*children, path)
         try:
-            parent_path, _ = self.find(parent.value, relative_to=path.parent)
+            parent_path, parent_name = self.find(parent.value, relative_to=path.parent)
             if parent_path in chain:
                 raise RecipeError(f"{show(parent.value)} leads back to {_display(parent_path)}: break the circle")
             if len(chain) > MAX_CHAIN:
@@ -328,7 +336,9 @@ class _Library:
         base = self._chain(parent_path, chain)
         assert isinstance(base.value, dict)
         inherited = {key: value for key, value in base.value.items() if key not in NOT_INHERITED}
-        return merge(Item(inherited, base.where), item)
+        # Its name, or a path that holds from whatever folder it is looked up later.
+        known = Item(parent_name if parent_name in recipe_names() else str(parent_path), parent.where)
+        return merge(Item(inherited, base.where), Item(item.value | {"extends": known}, item.where))
 
 
 def _display(path: Path) -> str:

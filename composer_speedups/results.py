@@ -62,6 +62,7 @@ class RunResult:
     pretrained: bool | None = None
     warnings: list[str] = field(default_factory=list)
     overlapped: bool = False  # another run was measured on this machine at the same time
+    waited: float | None = None  # of the time in which it wanted a core, the share that other work had it
     # Of a few steps after the measured ones (`inspection.py`); empty where nobody asked for it.
     as_it_ran: dict[str, Any] = field(default_factory=dict)  # optimizer, attention kernel, dtype, whoever chose them
     step_profile: dict[str, float] = field(default_factory=dict)  # seconds of one step by kind of work

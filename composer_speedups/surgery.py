@@ -24,6 +24,7 @@ __all__ = [
     "repeated_blocks",
     "same_code",
     "stock_class",
+    "stock_forward",
     "swap_classes",
 ]
 
@@ -191,6 +192,21 @@ def same_code(function: Callable[..., Any], pattern: Callable[..., Any]) -> bool
     one, other = getattr(function, "__code__", None), pattern.__code__
     parts = ("co_code", "co_names", "co_varnames", "co_consts", "co_freevars", "co_argcount")
     return one is not None and all(getattr(one, part) == getattr(other, part) for part in parts)
+
+
+def stock_forward(model: torch.nn.Module) -> bool:
+    """Whether `model` computes what transformers' class of this name does, whatever our own surgery has mixed in.
+
+    >>> from transformers import BertConfig, BertForSequenceClassification
+    >>> class Mine(BertForSequenceClassification):
+    ...     def forward(self, **inputs):
+    ...         return self.classifier(self.bert(**inputs).last_hidden_state.mean(1))
+    >>> config = BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+    >>> stock_forward(BertForSequenceClassification(config)), stock_forward(Mine(config))
+    (True, False)
+    """
+    written = next(cls for cls in stock_class(type(model)).__mro__ if "forward" in vars(cls))
+    return written.__module__.startswith("transformers.")
 
 
 def hooked(module: torch.nn.Module) -> bool:

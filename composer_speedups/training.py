@@ -275,7 +275,7 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
         batch_size=recipe.batch_size,
         learning_rate=recipe.learning_rate,
         status="interrupted" if measurement.interrupted else "ok",
-        reason="stopped by Ctrl-C" if measurement.interrupted else "",
+        reason="stopped by Ctrl-C or SIGTERM" if measurement.interrupted else "",
         wallclock_seconds=measurement.fit_seconds,
         train_seconds=measurement.fit_seconds - measurement.eval_seconds,
         compile_seconds=compile_statistics()["compile_seconds"],
@@ -313,7 +313,9 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
         flops = model_flops(trainer._original_model.model, real, squares, predicted, local)
         result.model_flops_per_second = world * flops / spent
     for name, metric in (state.eval_metrics.get("eval") or {}).items():
-        value = float(metric.compute()) if metric.update_called else math.nan
+        if not metric.update_called:  # stopped before any evaluation
+            continue
+        value = float(metric.compute())
         if "Accuracy" in name:
             result.eval_accuracy = value
         elif "CrossEntropy" in name:
@@ -322,7 +324,7 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
 
 
 def _save_model(model: Any, task: Task, folder: Path) -> None:
-    """Write the folder so that a reader never sees half of it: beside its place first, then file by file into it."""
+    """Write beside the folder first, then move file by file into it: no file there is ever half written."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".saving-{os.getpid()}"
     try:
@@ -354,6 +356,8 @@ def _explained_out_of_memory(recipe: Recipe, measurement: Measurement | None = N
     """Say in one line what did not fit; without `measurement`, the model was being built."""
     try:
         yield
+    except OutOfMemory:  # it has been said in one line already
+        raise
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -406,7 +410,7 @@ def _stop_on_interrupt() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _collect_warnings() -> Iterator[list[str]]:
-    """Keep the texts of this package's and Composer's warnings, and show them as always."""
+    """Keep the texts of all warnings, and show them as always."""
     texts: list[str] = []
     show = warnings.showwarning
 

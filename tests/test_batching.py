@@ -123,11 +123,11 @@ def test_budget_epoch_has_every_sample_once_and_equal_tokens(ranks: int) -> None
 
 
 def test_budget_that_cannot_work_says_what_would() -> None:
-    with pytest.raises(ValueError, match="take at least 3") as error:
+    with pytest.raises(SpeedUpUnavailable, match="take tokens_per_batch of at least 3") as error:
         budget(tokens=150)
     least = int(str(error.value).split("at least ")[1].split(",")[0])
     assert len(budget(tokens=least)) > 1
-    with pytest.raises(ValueError, match="more samples"):
+    with pytest.raises(SpeedUpUnavailable, match="more samples"):
         budget(ranks=4, lengths=LENGTHS[:3], tokens=10_000)
     assert len(budget(tokens=10**9)) == 1
 

@@ -149,7 +149,7 @@ def test_finished_run_with_a_checkpoint_at_its_very_end_is_evaluated(tmp_path) -
 
 @pytest.mark.parametrize("interval", ["1ba", "1ep"])
 def test_ctrl_c_and_resume_with_dropout_equals_uninterrupted(whole, tmp_path, interval: str) -> None:
-    """Stopping evaluates before it saves; that must not move the random state that dropout goes on from."""
+    """Whoever stops a training does not wait for an evaluation, and dropout goes on as if nothing had been."""
     asked = []
 
     def interrupt(progress: Any) -> None:
@@ -159,8 +159,7 @@ def test_ctrl_c_and_resume_with_dropout_equals_uninterrupted(whole, tmp_path, in
 
     first = run(tiny(), save=tmp_path, report=interrupt, checkpoint_interval=interval)
     assert first.status == "interrupted" and 0 < first.steps < STEPS
-    assert first.eval_loss is not None
-    assert first.train_seconds == first.wallclock_seconds, "Composer evaluated after the end of the fit"
+    assert first.eval_loss is None and first.reason == "stopped by Ctrl-C or SIGTERM"
     second = run(tiny(), save=tmp_path, resume=True, checkpoint_interval=interval)
     assert first.losses + second.losses == whole["losses"]  # bit for bit
     assert (tmp_path / "model.safetensors").read_bytes() == whole["model"]

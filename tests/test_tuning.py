@@ -34,7 +34,7 @@ from composer_speedups.tuning.evidence import batch_reason
 from composer_speedups.tuning.record import Record, RecordError
 from composer_speedups.tuning.rows import expected_tuning, tune_rows
 from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, starting_size
-from composer_speedups.tuning.tune import Settings, record_path, tune
+from composer_speedups.tuning.tune import Settings, _same_samples, record_path, tune
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +245,12 @@ def test_rates_that_diverge_are_not_taken():
     assert best <= 5e-4 and tried[0].ended == "diverged"
     best, tried = rates.search(lambda r, n: None, 1e-3, plan, 10**6, seed=1)
     assert best == 1e-3 and {one.ended for one in tried} == {"failed"}
+    # One that goes further than all others, has the lowest loss until then, and diverges at last.
+    plan = rates.Plan(6, (256, 512, 1024))
+    best, tried = rates.search(lambda r, n: float("nan") if n == 1024 else -r, 1e-3, plan, 10**6, seed=1)
+    furthest = max(len(one.losses) for one in tried)
+    assert {one.ended for one in tried if len(one.losses) == furthest} == {"diverged"}
+    assert next(one.ended for one in tried if one.rate == best) == "pruned"
 
 
 # --- The record ---
@@ -444,13 +450,13 @@ def test_tries_warm_up_for_the_same_share_as_the_recipe(
 def test_tries_beside_another_run_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMPOSER_SPEEDUPS_PRESENCE", str(tmp_path / "presence"))
     _, text = search(tmp_path / "alone.yaml", rate=False, samples=4_000)
-    assert "beside another" not in text + (tmp_path / "alone.yaml").read_text()
+    assert "beside other" not in text + (tmp_path / "alone.yaml").read_text()
     with Presence():
         _, text = search(tmp_path / "x.yaml", rate=False, samples=4_000)
-    assert "samples/s, 1 MB, loss" in text and ", beside another run\n" in text
-    assert "tries ran beside another measured run on this machine" in text
+    assert "samples/s, 1 MB, loss" in text and ", beside other work\n" in text
+    assert "tries ran beside other work on this machine" in text
     content = (tmp_path / "x.yaml").read_text()
-    assert "ok, beside another run" in content and "# beside another run: measured on this machine" in content
+    assert "ok, beside other work" in content and "# beside other work: it shared this machine" in content
 
 
 def test_the_record_of_another_search_is_refused(tmp_path: Path, isolation: Isolation):
@@ -502,6 +508,22 @@ def test_a_step_that_took_too_much_is_noticed_after_it(monkeypatch: pytest.Monke
     with pytest.raises(OutOfMemory, match=r"GB of memory taken, over the limit of"):
         tuning_jobs.trial(payload | {"steps": 1}, events.append)
     tuning_jobs.trial(payload | {"steps": 1, "memory_limit": None}, events.append)
+
+
+def test_over_the_limit_is_said_as_such_by_a_real_run():
+    recipe = load_recipe(
+        "demo/fp32",
+        ["task.name=dummy", "task.train_samples=32", "duration=2ba", "evaluate=false", "schedule.warmup=0ba"],
+    )
+    payload = {"recipe": recipe.to_dict(), "seed": 1, "memory_limit": 10**6, "device_limit": None}
+    with pytest.raises(OutOfMemory, match=r"GB of memory taken, over the limit of 0.00 GB$"):
+        tuning_jobs.trial(payload, lambda event: None)
+
+
+def test_what_is_counted_in_batches_lasts_as_long_with_another_batch():
+    old = load_recipe("demo/fp32", ["batch_size=32", "duration=400ba", "evaluate=100ba", "schedule.warmup=8ba"])
+    found = _same_samples(old.model_copy(update={"batch_size": 256}), old)
+    assert (found.duration, found.evaluate, found.schedule.warmup) == ("50ba", "12ba", "1ba")
 
 
 @pytest.mark.parametrize(("limit", "share"), [(8 * 10**9, 0.1), (10**12, 1.0), (None, None)])

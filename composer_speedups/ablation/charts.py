@@ -134,12 +134,12 @@ def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | No
     best = pareto([point for row, point in zip(shown, points, strict=True) if _sound(row)])
     drawing = Drawing("Speed against memory", height=360)
     x, y = _axes(drawing, points, "peak memory, MB", "samples/s", right=448, top=30, bottom=300)
-    stairs: Curve = []
-    for (memory, speed), after in zip(best, [*best[1:], None], strict=True):
-        stairs.append((x(memory), y(speed)))
-        if after is not None:
-            stairs.append((x(after[0]), y(speed)))
-    drawing.line(stairs, "fast", 1.5, (5, 3), hint="no recipe is faster with less memory")
+    corners = [(x(memory), y(speed)) for memory, speed in best]
+    stairs: Curve = corners[:1]
+    for (_, level), corner in pairwise(corners):
+        stairs += [(corner[0], level), corner]
+    if stairs:
+        drawing.line(stairs, "fast", 1.5, (5, 3), hint="no recipe is faster with less memory")
     taken: list[tuple[float, float, float, float]] = [(x(m) - 6, y(s) - 6, x(m) + 6, y(s) + 6) for m, s in points]
     for row, point in zip(shown, points, strict=True):
         px, py, name = x(point[0]), y(point[1]), names[row["recipe"]]

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from composer_speedups import cgroup
+from composer_speedups.ablation.contention import NOTABLE
 from composer_speedups.ablation.presence import Presence
 from composer_speedups.ablation.worker import MESSAGE_LIMIT
 
@@ -41,7 +43,11 @@ _TICK = 0.2  # seconds between looks at the clock
 
 @dataclass
 class Outcome:
-    """How a run ended. `value` is what the entry returned, or None; `overlapped`: another run went on meanwhile."""
+    """How a run ended. `value` is what the entry returned, or None.
+
+    `overlapped`: another run was measured meanwhile. `waited`: of the time in which it wanted a core, the share that
+    others had it; None where that is not known.
+    """
 
     status: str
     reason: str
@@ -49,6 +55,12 @@ class Outcome:
     log: str
     seconds: float
     overlapped: bool = False
+    waited: float | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the machine was its own as far as can be told."""
+        return not self.overlapped and (self.waited or 0.0) < NOTABLE
 
 
 class Isolation:
@@ -140,10 +152,7 @@ class Isolation:
         Raises:
             KeyboardInterrupt: on Ctrl-C, after the process was stopped.
         """
-        job = {"entry": entry or self.entry, "payload": payload, "environment": self.environment}
-        message = pickle.dumps(job)
-        if len(message) > MESSAGE_LIMIT:
-            raise ValueError(f"a run's description of {len(message)} bytes is over {MESSAGE_LIMIT}")
+        asked = pickle.dumps({"entry": entry or self.entry, "payload": payload, "environment": self.environment})
         events, theirs = os.pipe()
 
         def watched() -> None:
@@ -152,9 +161,11 @@ class Isolation:
                 tick()
 
         try:
-            with Presence() as presence, tempfile.TemporaryFile() as log:
+            with Presence() as presence, tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as job:
+                job.write(asked)  # in a file, as it may be larger than a message
+                job.flush()
                 try:
-                    pid = self._launch(message, theirs, log.fileno(), watched)
+                    pid = self._launch([theirs, log.fileno(), job.fileno()], watched)
                 finally:
                     os.close(theirs)
                 watch = _Watch(pid, events, self._connection(), report, watched)
@@ -173,13 +184,13 @@ class Isolation:
         outcome.overlapped = presence.overlapped
         return outcome
 
-    def _launch(self, message: bytes, events: int, log: int, tick: Callable[[], None] | None) -> int:
+    def _launch(self, descriptors: list[int], tick: Callable[[], None] | None) -> int:
         for _ in range(2):
             self.start()
             if not self._wait_ready(tick):
                 self.start()
                 self._wait_ready(tick)
-            socket.send_fds(self._connection(), [message], [events, log])
+            socket.send_fds(self._connection(), [b"run"], descriptors)
             reply = self._receive(tick)
             if "pid" in reply:
                 return reply["pid"]
@@ -331,7 +342,7 @@ class _Watch:
 
     def _outcome(self, seconds: float) -> Outcome:
         if "result" in self._result:
-            return Outcome("ok", "", self._result["result"], "", seconds)
+            return Outcome("ok", "", self._result["result"], "", seconds, waited=self._result["waited"])
         if "failure" in self._result:
             return Outcome(self._result["failure"], self._result["reason"], None, "", seconds)
         code = self._code or 0
@@ -346,14 +357,10 @@ class _Watch:
 
 
 def _oom_kills() -> int | None:
-    """How many processes of this control group the kernel has killed for lack of memory so far."""
-    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
-        for name in ("memory.events", "memory.oom_control"):
-            try:
-                fields = dict(line.split()[:2] for line in Path(folder, name).read_text().splitlines())
-                return int(fields["oom_kill"])
-            except (OSError, KeyError, ValueError):
-                continue
+    """How many processes the kernel has killed for lack of memory so far: of this control group, or of all."""
+    kills = cgroup.oom_kills()
+    if kills is not None:
+        return kills
     try:
         fields = dict(line.split()[:2] for line in Path("/proc/vmstat").read_text().splitlines())
         return int(fields["oom_kill"])

@@ -101,6 +101,8 @@ def _counted_in_batches(recipe: Recipe, baseline: Recipe) -> dict[str, Any]:
         changes["duration"] = baseline.duration
     if recipe.schedule.warmup.endswith("ba") and changes.get("duration", recipe.duration) == baseline.duration:
         changes["schedule"] = recipe.schedule.model_copy(update={"warmup": baseline.schedule.warmup})
+    if str(recipe.evaluate).endswith("ba") and str(baseline.evaluate).endswith("ba"):
+        changes["evaluate"] = baseline.evaluate
     return changes
 
 
@@ -112,11 +114,7 @@ def root(recipe: Recipe) -> Recipe:
     for _ in range(30):
         if not found.extends:
             break
-        try:
-            found = load_recipe(found.extends, check_arguments=False)
-        except RecipeError:  # a path relative to the child's file
-            found = recipe
-            break
+        found = load_recipe(found.extends, check_arguments=False)
     if found is not recipe:
         # Overrides given on the command line hold for the baseline, too: only the switches and the tuning are its own.
         tuned = [key for key in _TUNED if recipe.provenance.get(key) != "command line"]

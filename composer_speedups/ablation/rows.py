@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from composer_speedups.ablation.contention import NOTABLE
 from composer_speedups.ablation.statistics import (
     Margins,
     Noise,
@@ -131,7 +132,8 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "no_effect": _no_effect(results),
         "pretrained": first.get("pretrained"),
         **{key: next((r[key] for r in results if r.get(key)), {}) for key in _LOOKED_AT_ONCE},
-        "overlapped": sorted(run.seed for run in good.values() if run.result.get("overlapped")),
+        "overlapped": sorted(run.seed for run in good.values() if run.result.get("overlapped") or _waited(run)),
+        "waited": {run.seed: waited for run in good.values() if (waited := _waited(run))},
         "warnings": sorted({w for result in results for w in result.get("warnings") or []}),
         "published": recipe.get("published"),
         "runs": [
@@ -150,6 +152,12 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         ],
     }
     return row
+
+
+def _waited(run: Run) -> float:
+    """The share of its time in which other work kept a run from a core; 0 if it is too small to tell of."""
+    waited = run.result.get("waited") or 0.0
+    return waited if waited >= NOTABLE else 0.0
 
 
 def _kernels(result: Mapping[str, Any]) -> list[str]:

@@ -47,6 +47,8 @@ def plan_rows(
     names = [recipe.name for recipe in recipes]
     if baseline and baseline not in names and not any(n.endswith(f"/{baseline}") for n in names):
         base = _outside(baseline, overrides)
+        if base.name in names:  # one of them, given by its file
+            base = recipes[names.index(base.name)]
     elif baseline or len(recipes) > 1:
         wanted = find_baseline(baseline, names) if baseline else default
         base = recipes[names.index(wanted)]
@@ -61,7 +63,7 @@ def plan_rows(
 
 
 def check_trainings(recipes: list[Recipe], baseline: str, console: Console) -> None:
-    """Refuse a row with another task than the baseline's; warn of one that pads otherwise or trains another length."""
+    """Refuse a row with another task than the baseline's; warn of another padding, model or length of the training."""
     base = next(recipe for recipe in recipes if recipe.name == baseline)
     wanted = base.task.model_dump()
     warnings: dict[str, list[str]] = {}
@@ -77,6 +79,10 @@ def check_trainings(recipes: list[Recipe], baseline: str, console: Console) -> N
                 )
             text = f"{words}, the baseline {wanted[key]}: speeds differ by that, too. To compare the rest, {remedy}"
             warnings.setdefault(text, []).append(recipe.name)
+        for key, value in recipe.model.model_dump().items():
+            if value != (other := getattr(base.model, key)):
+                text = f"model.{key} {value}, the baseline {other}: speeds differ by that, too. Give all rows one model"
+                warnings.setdefault(text, []).append(recipe.name)
         if not _as_long(recipe, base):
             text = (
                 f"duration {recipe.duration}, the baseline {base.duration}: wall-clock and quality cannot be "
@@ -105,6 +111,11 @@ def _is_suite_file(name: str) -> bool:
 
 
 def find_baseline(asked: str, names: list[str]) -> str:
+    """The one of `names` that is meant: by its name, the last part of it, or its file."""
+    if asked not in names and Path(asked).is_file():
+        from composer_speedups.recipes import load_recipe
+
+        asked = load_recipe(asked, check_arguments=False).name
     if asked in names:
         return asked
     ends = [n for n in names if n.rpartition("/")[2] == asked]

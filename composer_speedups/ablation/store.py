@@ -205,6 +205,7 @@ class Store:
                 (recipe,),
             ).fetchall()
             for number, name, seed in open_runs:
+                self._clear(db, number)  # what an interrupted run has left
                 digest = _digest(name, seed, "skipped", reason, None, [], "")
                 db.execute(
                     "UPDATE runs SET status = 'skipped', reason = ?, finished = ?, digest = ? WHERE id = ?",

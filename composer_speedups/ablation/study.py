@@ -112,7 +112,9 @@ def run_study(
     names = [recipe.name for recipe in recipes]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise UserError(f"{', '.join(twice)} is listed twice. Keep one")
+        raise UserError(
+            f"more than one recipe is called {', '.join(twice)}. Keep one, or give files a name: of their own"
+        )
     baseline = baseline or names[0]
     if baseline not in names:
         raise UserError(f"the baseline {baseline} is none of the recipes: {', '.join(names)}")
@@ -325,7 +327,7 @@ class _Study:
             self.store.finish(run, "interrupted", "the time for the study was over", None, "")
             return
         if isinstance(outcome.value, dict):
-            outcome.value["overlapped"] = outcome.overlapped
+            outcome.value |= {"overlapped": outcome.overlapped, "waited": outcome.waited}
         self.store.finish(run, status, reason, outcome.value, outcome.log)
         display.finished(run, status, reason, outcome)
         if status == "skipped":  # what this machine lacks, it lacks for every seed

@@ -47,10 +47,12 @@ def conditions(environment: Row, study: Row, rows: Sequence[Row], recipes: Mappi
         next((row["pretrained"] for row in counted if row.get("pretrained") is not None), None), ""
     )
     name = str(model.get("name", "?")) + (f" ({changed})" if changed else "")
+    different = [row["recipe"] for row in rows if (recipes[row["recipe"]].get("model") or {}) != model]
+    others = f"; not the same in {', '.join(different)}" if different else ""
     lines = [
         f"Hardware: {hardware.summary(environment)}",
         f"Task: {', '.join(what)}",
-        f"Model: {name}" + (f", {weights}" if weights else ""),
+        f"Model: {name}" + (f", {weights}" if weights else "") + others,
     ]
     if counted:
         bootstrap = " [95 % bootstrap interval]" if len(seeds) > 1 else ""
@@ -219,8 +221,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for row, name in zip(rows, names, strict=True):
         if row["reason"]:
-            label = row["status"] if not row["seeds"] else "partly failed"
-            reasons.setdefault(f"{label}: {row['reason'].removeprefix(f'{name}: ')}", []).append(name)
+            label = f"{row['status']}: " if not row["seeds"] else "partly failed: " if row["failed"] else ""
+            reasons.setdefault(f"{label}{row['reason'].removeprefix(f'{name}: ')}", []).append(name)
     lines = [f"{', '.join(who)} {reason}" for reason, who in reasons.items()]
     for row, name in zip(rows, names, strict=True):
         if row["speed_verdict"] == "no difference shown":
@@ -247,8 +249,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
             which = "all there are"
         count = sum(len(row["overlapped"]) for _, row in shared)
         lines.append(
-            f"† {count} run{'s' * (count > 1)} overlapped with another measured run on this machine, and each slowed "
-            f"the other down: {which}. Such speeds are not the recipe's own; measure them again, into another --out"
+            f"† {count} run{'s' * (count > 1)} shared this machine with other work{_waiting(rows)}: {which}. "
+            f"Such speeds are not the recipe's own; measure them again, into another --out"
         )
     judged = [row for row in rows if row["seeds"] and not row.get("baseline")]
     if any(row["speed_verdict"] == "not judged" and len(row["seeds"]) == 1 for row in judged):
@@ -272,6 +274,12 @@ def _overlaps(row: Row, name: str) -> str:
     if seeds == row["seeds"] and len(seeds) > 1:
         return f"{name}, all seeds"
     return f"{name} seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+
+
+def _waiting(rows: Sequence[Row]) -> str:
+    """What the other work did to the runs that had to wait for it."""
+    shares = [share for row in rows for share in (row.get("waited") or {}).values()]
+    return f", which had a core for up to {max(shares):.0%} of the time that a run wanted it" if shares else ""
 
 
 def _break_even(row: Row, name: str) -> str:

@@ -28,6 +28,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from composer_speedups.ablation.contention import Contention
+
 __all__ = ["MESSAGE_LIMIT", "classify", "main", "resolve"]
 
 MESSAGE_LIMIT = 150_000  # bytes; a packet on a Unix socket is refused above about 200 kB
@@ -49,7 +51,7 @@ def main(descriptor: int, preload: list[str]) -> None:
         for name in preload:
             importlib.import_module(name)
     except BaseException:
-        _send(connection, {"error": traceback.format_exc()})
+        _send(connection, {"error": traceback.format_exc()[-MESSAGE_LIMIT // 2 :]})
         return
     for name, value in (("OPENBLAS_NUM_THREADS", threads), ("PYTORCH_NVML_BASED_CUDA_CHECK", nvml)):
         if value is None:
@@ -94,7 +96,7 @@ def _serve(connection: socket.socket) -> None:
                 child = 0
                 _send(connection, {"exit": os.waitstatus_to_exitcode(status), "pid": pid})
         if connection in ready:
-            message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT, 2)
+            message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT, 3)
             if not message:  # the study is gone: nobody waits for this run any more
                 if child:
                     _kill_group(child)
@@ -103,13 +105,13 @@ def _serve(connection: socket.socket) -> None:
             if reason:
                 _send(connection, {"unsafe": reason})
             else:
-                child = _fork(connection, (wake_read, wake_write), message, descriptors)
+                child = _fork(connection, (wake_read, wake_write), descriptors)
                 _send(connection, {"pid": child})
             for descriptor in descriptors:
                 os.close(descriptor)
 
 
-def _fork(connection: socket.socket, wake: tuple[int, int], message: bytes, descriptors: list[int]) -> int:
+def _fork(connection: socket.socket, wake: tuple[int, int], descriptors: list[int]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -123,13 +125,13 @@ def _fork(connection: socket.socket, wake: tuple[int, int], message: bytes, desc
         connection.close()
         for descriptor in wake:
             os.close(descriptor)
-        code = run_child(message, *descriptors)
+        code = run_child(*descriptors)
     finally:
         os._exit(code)
 
 
-def run_child(message: bytes, events: int, log: int) -> int:
-    """Run `entry(payload, report)` of the job `message`, its output in `log`; write what happens to `events`."""
+def run_child(events: int, log: int, job: int) -> int:
+    """Run `entry(payload, report)` as the file `job` says, its output in `log`; write what happens to `events`."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)
@@ -146,9 +148,13 @@ def run_child(message: bytes, events: int, log: int) -> int:
             data = data[os.write(events, data) :]
 
     try:
-        job = pickle.loads(message)
-        os.environ.update(job["environment"])
-        send({"result": resolve(job["entry"])(job["payload"], lambda progress: send({"progress": progress}))})
+        with open(job, "rb") as file:
+            file.seek(0)
+            asked = pickle.load(file)
+        os.environ.update(asked["environment"])
+        contention = Contention()
+        result = resolve(asked["entry"])(asked["payload"], lambda progress: send({"progress": progress}))
+        send({"result": result, "waited": contention.waited()})
     except BaseException as error:
         traceback.print_exc()
         status, reason = classify(error)
@@ -193,7 +199,7 @@ def resolve(entry: str) -> Callable[..., Any]:
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     try:
-        connection.send(pickle.dumps(message)[:MESSAGE_LIMIT])
+        connection.send(pickle.dumps(message))
     except OSError:
         return  # the study is gone; the next read says so
 

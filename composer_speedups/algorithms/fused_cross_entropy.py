@@ -14,8 +14,9 @@ the vocabulary makes it NaN, too, where PyTorch ends the process.
 leaves 15 % of the logits, little of both is left to save; they go together. Under `TorchCompile` the compiler
 fuses the stock loss itself, which is then used.
 
-**Needs.** A CUDA device and Triton; a Hugging Face `...ForMaskedLM`, `...ForCausalLM` or `...LMHeadModel`, and
-labels given by name. `reuse_logits=True` writes the gradient over the logits, which saves the last large
+**Needs.** A CUDA device and Triton; a Hugging Face `...ForMaskedLM`, or a `...ForCausalLM` or `...LMHeadModel` that
+shifts its labels by transformers' `loss_function` (not BART's or XLNet's, which take them shifted), with the stock
+`forward`, and labels given by name. `reuse_logits=True` writes the gradient over the logits, which saves the last large
 tensor, too: after backward `logits` are none, so a model with train metrics is refused then. In a function of
 your own, apply it before `apply_masked_token_head`.
 
@@ -25,6 +26,7 @@ forward; online softmax, https://arxiv.org/abs/1805.02867.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -32,13 +34,14 @@ import torch.nn.functional as F
 from composer.core import State
 from composer.loggers import Logger
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.families import CAUSAL, MASKED, has_head
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import override_methods, overrides
+from composer_speedups.surgery import override_methods, overrides, stock_class, stock_forward
 
 __all__ = ["FusedCrossEntropy", "apply_fused_cross_entropy"]
 
@@ -59,7 +62,7 @@ def apply_fused_cross_entropy(model: torch.nn.Module, reuse_logits: bool = False
     reason = _unavailable()
     if reason is not None:
         raise SpeedUpUnavailable(f"apply_fused_cross_entropy cannot be used here: {reason}")
-    models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and has_head(m, MASKED + CAUSAL)]
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _has_known_loss(m)]
     for owner in models:
         if any(type(wrap).__name__ == "_PredictedOnly" for wrap in overrides(owner)):
             raise SpeedUpUnavailable("apply_fused_cross_entropy must come before apply_masked_token_head: swap the two")
@@ -92,6 +95,19 @@ class FusedCrossEntropy(SpeedUp):
             raise SpeedUpUnavailable(f"{self!r}: train metrics need the logits. Leave reuse_logits out, or the metrics")
         count = apply_fused_cross_entropy(state.model, self.reuse_logits)
         self.report(logger, count, "no Hugging Face language model (...ForMaskedLM, ...ForCausalLM, ...LMHeadModel)")
+
+
+def _has_known_loss(model: PreTrainedModel) -> bool:
+    """Whether the stock loss is the mean cross entropy of masked tokens, or of the next tokens.
+
+    A `forward` of the user's own may weigh it. Causal models of older families take their labels as shifted already:
+    those that shift them ask transformers' one `loss_function`.
+    """
+    if not (has_head(model, MASKED + CAUSAL) and stock_forward(model)):
+        return False
+    code = inspect.unwrap(stock_class(type(model)).forward).__code__
+    shifts = "loss_function" in code.co_names and model.loss_function is ForCausalLMLoss
+    return shifts if has_head(model, CAUSAL) else True
 
 
 def _unavailable(device: torch.device | None = None) -> str | None:

@@ -32,14 +32,13 @@ from composer.loggers import Logger
 from composer_speedups.arguments import check_choice
 from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.kernels.tensors import shape_only
+from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import swap_classes
 
 __all__ = ["FusedLayerNorm", "apply_fused_layer_norm"]
 
 BACKENDS = ("auto", "apex", "triton")
-_MAX_WIDTH = 8192
 
 
 def apply_fused_layer_norm(model: torch.nn.Module, backend: str = "auto") -> int:
@@ -81,7 +80,7 @@ class FusedLayerNorm(SpeedUp):
         plain = sum(type(module) is torch.nn.LayerNorm for module in state.model.modules())
         count = apply_fused_layer_norm(state.model, self.backend)
         chosen = _choose(self.backend)
-        form = f"one dimension of at most {_MAX_WIDTH}"
+        form = f"one dimension of at most {MAX_WIDTH}"
         nothing = (
             f"none of its {plain} nn.LayerNorm has a form that {chosen} takes ({form})"
             if plain
@@ -123,7 +122,7 @@ class _FusedLayerNorm(torch.nn.LayerNorm):
 
     @staticmethod
     def fits(layer: torch.nn.Module) -> bool:
-        return len(layer.normalized_shape) == 1 and 1 <= layer.normalized_shape[0] <= _MAX_WIDTH
+        return len(layer.normalized_shape) == 1 and 1 <= layer.normalized_shape[0] <= MAX_WIDTH
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         device, dtype = input.device.type, input.dtype

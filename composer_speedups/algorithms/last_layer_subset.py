@@ -9,10 +9,11 @@ width on keys and values: about ten twelfths of the last layer go.
 
 **When it pays.** With few layers, much (of 4 layers a fifth), with 12 about 7 %. Dropout draws fewer numbers.
 
-**Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT or ELECTRA. Heads
-that read every token (MLM, token classification, question answering) and bare encoders have nothing to leave out:
-the report says so. `output_hidden_states` and `output_attentions` compute the whole layer. The encoder's
-`last_hidden_state` then is [rows, 1, width]. Goes together with `Unpadding`.
+**Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT or ELECTRA with
+transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM, token
+classification, question answering) and bare encoders have nothing to leave out: the report says so.
+`output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself; while
+the classifier runs, its `last_hidden_state` is [rows, 1, width]. Goes together with `Unpadding`.
 
 Source: computing the last layer for [CLS] alone, as in several BERT inference servers.
 """
@@ -31,7 +32,7 @@ from composer_speedups.families import BERT_LIKE, READ_FIRST, bert_like, has_hea
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import mix_in
+from composer_speedups.surgery import mix_in, stock_forward
 
 __all__ = ["LastLayerSubset", "apply_last_layer_subset"]
 
@@ -48,6 +49,8 @@ def apply_last_layer_subset(model: torch.nn.Module) -> int:
     owners = [(m, encoder) for m in model.modules() if (encoder := _encoder(m)) is not None]
     for owner, encoder in owners:
         mix_in(_Owner, owner)
+        # A hook and no mixin: `Unpadding` may come in front of it later, and does not call what is behind.
+        owner.base_model.register_forward_pre_hook(_tell_last_layer)
         mix_in(_FirstOnly, encoder.layer[-1])
     return len(owners)
 
@@ -76,7 +79,9 @@ class LastLayerSubset(SpeedUp):
 def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
     """The stack of layers of the classifier `owner`, if its last layer may be cut."""
     config = getattr(owner, "config", None)
-    if not (bert_like(config) and has_head(owner, READ_FIRST)):
+    if not (bert_like(config) and has_head(owner, READ_FIRST) and stock_forward(owner)):
+        return None
+    if getattr(config, "summary_type", "first") != "first":  # ELECTRA's multiple choice may take a mean
         return None
     encoder = getattr(getattr(owner, owner.base_model_prefix, None), "encoder", None)
     if (
@@ -90,18 +95,28 @@ def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
 
 
 class _Owner:
-    """Mixed into a classifier: tells its last layer whether somebody else looks at it, too."""
+    """Mixed into a classifier: tells its encoder that the first tokens are enough, unless all were asked for."""
 
     def forward(self, *args: Any, **kwargs: Any):
         asked = (kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
         default = (self.config.output_hidden_states, self.config.output_attentions)
         whole = any(d if a is None else a for a, d in zip(asked, default, strict=True))
-        # Positional extras could be either of them. It stays set after the call: checkpointing runs the layer again.
-        self.base_model.encoder.layer[-1].first_only = not whole and len(args) <= _IDS
-        return super().forward(*args, **kwargs)
+        self.base_model.asked_for_first = not whole and len(args) <= _IDS  # positional extras could be either of them
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.base_model.asked_for_first = False
 
 
 _IDS = 4  # input_ids, attention_mask, token_type_ids, position_ids
+
+
+def _tell_last_layer(base: torch.nn.Module, args: Any) -> None:
+    """Called by anybody but the classifier, the encoder computes all tokens.
+
+    The layer keeps what it was told when the call is over: checkpointing runs it again.
+    """
+    base.encoder.layer[-1].first_only = getattr(base, "asked_for_first", False)
 
 
 class _FirstOnly:

@@ -28,6 +28,7 @@ from composer.devices import Device
 from composer.loggers import Logger
 from torch.utils.data import DataLoader
 
+from composer_speedups.packing import count_on_host, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["PrefetchBatches", "apply_prefetch_batches"]
@@ -121,10 +122,16 @@ class _Sender:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
+        count_on_host(
+            batch
+        )  # for `Unpadding`, which would have to wait for the device to ask how many tokens there are
         if self._stream is None:
-            return _map_tensors(batch, lambda tensor: tensor.to(self._device))
-        with torch.cuda.stream(self._stream):
-            return _map_tensors(batch, self._send)
+            sent = _map_tensors(batch, lambda tensor: tensor.to(self._device))
+        else:
+            with torch.cuda.stream(self._stream):
+                sent = _map_tensors(batch, self._send)
+        hand_over(sent)
+        return sent
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         # A copy from pageable memory would make the host wait for it.

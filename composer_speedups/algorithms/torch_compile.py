@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Event, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
+from composer.utils import ensure_tuple
 
 from composer_speedups import inductor_cpp
 from composer_speedups.arguments import check_choice
@@ -103,17 +105,9 @@ class TorchCompile(SpeedUp):
     stage = Stage.COMPILE
     slot = "compile"
     events = frozenset(
-        {
-            Event.FIT_START,
-            Event.EVAL_STANDALONE_START,
-            Event.BEFORE_FORWARD,
-            Event.EVAL_BEFORE_FORWARD,
-            Event.PREDICT_BEFORE_FORWARD,
-            Event.BATCH_END,
-            Event.EVAL_END,
-            Event.EVAL_STANDALONE_END,
-            Event.FIT_END,
-        }
+        {Event.FIT_START, Event.EVAL_STANDALONE_START, Event.BEFORE_TRAIN_BATCH}
+        | {Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD}
+        | {Event.BATCH_END, Event.EVAL_END, Event.EVAL_STANDALONE_END, Event.FIT_END}
     )
 
     def __init__(
@@ -151,8 +145,8 @@ class TorchCompile(SpeedUp):
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event in (Event.FIT_START, Event.EVAL_STANDALONE_START):
             _refuse_compile_config(state.model)
-            if event is Event.FIT_START:
-                _refuse_microbatches(self, state)
+        elif event is Event.BEFORE_TRAIN_BATCH:
+            _refuse_microbatches(self, state)
         elif event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD):
             if self.mode is not None and "cuda" in state.device._device.type:
                 # CUDA graphs write into the same memory again: say that the last step's outputs are done with.
@@ -203,8 +197,10 @@ def _refuse_microbatches(algorithm: TorchCompile, state: State) -> None:
     """CUDA graphs keep gradients in memory that the next microbatch writes over, before the optimizer has seen them."""
     if algorithm.mode not in _GRAPHS or algorithm.backend != "inductor" or "cuda" not in state.device._device.type:
         return
-    micro, batch = state.device_train_microbatch_size, getattr(state.train_dataloader, "batch_size", None)
-    if micro is not None and batch is not None and micro < batch:
+    tensors = state.batch.values() if isinstance(state.batch, Mapping) else ensure_tuple(state.batch)
+    batch = max((len(x) for x in tensors if isinstance(x, torch.Tensor) and x.dim()), default=0)
+    micro = state.device_train_microbatch_size  # of a loader without a batch size, or found by trying, known only now
+    if micro is not None and micro < batch:
         raise ConflictError(
             f"mode={algorithm.mode!r} records CUDA graphs, whose gradients do not outlive a microbatch, and the batch "
             f"of {batch} is cut into microbatches of {micro}. Leave out mode, or device_train_microbatch_size"

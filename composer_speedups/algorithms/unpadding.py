@@ -22,7 +22,7 @@ have holes or be on the left; only where a head reads the first position, and th
 the stock forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks, `inputs_embeds`
 or masks that are not [rows, length], with a warning once for each reason. Question answering takes its softmax
 over padding, too, in transformers: there the logits are the head's bias.
-A Trainer's `DataLoader` counts tokens while collating; elsewhere, on CUDA, counting waits for the device.
+In a Trainer tokens are counted before the batch leaves the host; elsewhere, on CUDA, counting waits for the device.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
 """
@@ -42,7 +42,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from composer_speedups.arguments import check_count
 from composer_speedups.families import BERT_LIKE, READ_ANYWHERE, bert_like, has_head, positions
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
-from composer_speedups.packing import CountTokens, Packing, counts_of, hand_over
+from composer_speedups.packing import Packing, count_on_host, counts_of, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked, mix_in
 
@@ -84,7 +84,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
 
 
 class Unpadding(SpeedUp):
-    """Apply `apply_unpadding` at `Event.INIT`; let the DataLoaders count tokens while they collate.
+    """Apply `apply_unpadding` at `Event.INIT`; count each batch's tokens while it is on the host.
 
     >>> Unpadding()
     Unpadding(multiple_of=64)
@@ -92,10 +92,7 @@ class Unpadding(SpeedUp):
 
     stage = Stage.ATTENTION
     slot = "attention"
-    events = frozenset(
-        {Event.FIT_START, Event.FIT_END, Event.EVAL_START, Event.EVAL_END}
-        | {Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD}
-    )
+    events = frozenset({Event.BATCH_START, Event.EVAL_BATCH_START, Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD})
 
     def __init__(self, multiple_of: int = 64) -> None:
         self.multiple_of = check_count("multiple_of", multiple_of)
@@ -104,17 +101,13 @@ class Unpadding(SpeedUp):
         nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m))})
         count = apply_unpadding(state.model, self.multiple_of)
         nothing = nothing or [f"no encoder of {', '.join(BERT_LIKE)} in the model"]
-        self.report(logger, count, "; ".join(nothing), counted_in_collator=False)
+        self.report(logger, count, "; ".join(nothing), counted_on_host=False)
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event in (Event.FIT_START, Event.EVAL_START):
-            loader = state.train_dataloader if event is Event.FIT_START else state.dataloader
-            if not CountTokens.wrap(loader):
-                log.info("%r: %s does not count tokens while collating", self, type(loader).__name__)
-        elif event in (Event.FIT_END, Event.EVAL_END):
-            CountTokens.unwrap(state.train_dataloader if event is Event.FIT_END else state.dataloader)
+        if event in (Event.BATCH_START, Event.EVAL_BATCH_START):
+            count_on_host(state.batch)  # the whole batch, before Composer sends its microbatches to the device
         elif hand_over(state.batch) and event is Event.BEFORE_FORWARD:
-            self.evidence["counted_in_collator"] = True
+            self.evidence["counted_on_host"] = True
         if event is Event.BEFORE_FORWARD and "kernel" not in self.evidence:
             self.evidence["kernel"] = _kernel(state)
             logger.log_hyperparameters({f"{self.key()}/kernel": self.evidence["kernel"]})

@@ -13,17 +13,14 @@ NaN.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.launch import DTYPES, interpreted
+from composer_speedups.kernels.launch import DTYPES, interpreted, on_device
 
 __all__ = ["cross_entropy", "reference_cross_entropy"]
-
 
 _MOST = 4096  # logits that a program holds at a time: 16 in each of 256 threads
 _WARPS = 8
@@ -38,8 +35,6 @@ def _forward_kernel(
     x_stride,
     vocabulary,
     ignored,
-    smoothing,
-    SMOOTH: tl.constexpr,
     COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # 64 bits: rows * vocabulary may pass 2^31
@@ -50,7 +45,6 @@ def _forward_kernel(
         line = x_ptr + row * x_stride
         largest = float("-inf")
         total = 0.0
-        plain = 0.0  # sum of x, for the smoothing
         for start in range(0, vocabulary, COLS):
             col = start + tl.arange(0, COLS)
             x = tl.load(line + col, mask=col < vocabulary, other=float("-inf")).to(tl.float32)
@@ -58,14 +52,10 @@ def _forward_kernel(
             base = tl.where(new == float("-inf"), 0.0, new)  # -inf - -inf would be NaN
             total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
             largest = new
-            if SMOOTH:
-                plain += tl.sum(tl.where(col < vocabulary, x, 0.0), 0)
         lse = largest + tl.log(total)
         valid = (label >= 0) & (label < vocabulary)
         target = tl.load(line + label, mask=valid, other=float("nan")).to(tl.float32)
         loss = lse - target
-        if SMOOTH:
-            loss = (1.0 - smoothing) * loss + smoothing * (lse - plain / vocabulary)
     tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
 
@@ -81,7 +71,6 @@ def _backward_kernel(
     dx_stride,
     vocabulary,
     ignored,
-    smoothing,
     COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -94,8 +83,7 @@ def _backward_kernel(
         for start in range(0, vocabulary, COLS):
             col = start + tl.arange(0, COLS)
             x = tl.load(line + col, mask=col < vocabulary, other=0.0).to(tl.float32)
-            wanted = tl.where(col == label, 1.0 - smoothing, 0.0) + smoothing / vocabulary
-            dx = (tl.exp(x - lse) - wanted) * scale
+            dx = (tl.exp(x - lse) - tl.where(col == label, 1.0, 0.0)) * scale
             tl.store(out + col, dx.to(dx_ptr.dtype.element_ty), mask=col < vocabulary)
     else:
         for start in range(0, vocabulary, COLS):
@@ -104,26 +92,16 @@ def _backward_kernel(
             tl.store(out + col, zero.to(dx_ptr.dtype.element_ty), mask=col < vocabulary)
 
 
-def reference_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
-) -> torch.Tensor:
+def reference_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """What the kernels mean, in plain PyTorch; in float64 if `logits` are."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     counts = labels != ignore_index
     wide, labels = wide[counts], labels[counts]
-    lse = wide.logsumexp(-1)
-    loss = lse - wide.gather(-1, labels[:, None])[:, 0]
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - wide.mean(-1))
-    return loss.mean()
+    return (wide.logsumexp(-1) - wide.gather(-1, labels[:, None])[:, 0]).mean()
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reuse_logits: bool = False,
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100, reuse_logits: bool = False
 ) -> torch.Tensor:
     """Mean cross entropy of `logits` against `labels`, a float32 scalar.
 
@@ -131,7 +109,6 @@ def cross_entropy(
         logits: `[rows, vocabulary]`, float32, float16 or bfloat16, on a CUDA device.
         labels: `[rows]`, int64.
         ignore_index: rows with this label count for nothing.
-        label_smoothing: share of the target that is spread over the vocabulary, from 0 to below 1.
         reuse_logits: let backward write the gradient over `logits`, which are lost then.
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1] or logits.shape[1] == 0:
@@ -144,37 +121,28 @@ def cross_entropy(
             "cross_entropy takes float32, float16 or bfloat16 logits and int64 labels, not"
             f" {logits.dtype} and {labels.dtype}"
         )
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing must be from 0 to below 1, not {label_smoothing}")
     if labels.device != logits.device or not (logits.is_cuda or interpreted()):
         raise ValueError(
             f"cross_entropy needs logits and labels on one CUDA device, they are on {logits.device} and"
             f" {labels.device}: use torch's cross_entropy here"
         )
-    return _CrossEntropy.apply(logits, labels, ignore_index, label_smoothing, reuse_logits)
+    return _CrossEntropy.apply(logits, labels, ignore_index, reuse_logits)
 
 
 def _cols(vocabulary: int) -> int:
     return min(_MOST, max(16, triton.next_power_of_2(vocabulary)))
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return contextlib.nullcontext()
-
-
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, ignored, smoothing, reuse):
+    def forward(ctx, logits, labels, ignored, reuse):
         x = logits if logits.stride(1) == 1 else logits.contiguous()
         labels = labels.contiguous()
         rows, vocabulary = x.shape
         loss = torch.empty(rows, dtype=torch.float32, device=x.device)
         lse = torch.empty_like(loss)
         if rows:
-            with _on(x.device):
+            with on_device(x.device):
                 _forward_kernel[(rows,)](
                     x,
                     labels,
@@ -183,26 +151,24 @@ class _CrossEntropy(torch.autograd.Function):
                     x.stride(0),
                     vocabulary,
                     ignored,
-                    smoothing,
-                    SMOOTH=smoothing > 0,
                     COLS=_cols(vocabulary),
                     num_warps=_WARPS,
                 )
         counted = (labels != ignored).sum()
         ctx.save_for_backward(x, labels, lse, counted)
-        ctx.options = (ignored, smoothing, reuse)
+        ctx.options = (ignored, reuse)
         return loss.sum() / counted  # 0 / 0 is NaN where nothing counts, as PyTorch has it
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         x, labels, lse, counted = ctx.saved_tensors
-        ignored, smoothing, reuse = ctx.options
+        ignored, reuse = ctx.options
         rows, vocabulary = x.shape
         scale = (gradient / counted).to(torch.float32).reshape(1)
         dx = x if reuse else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if rows:
-            with _on(x.device):
+            with on_device(x.device):
                 _backward_kernel[(rows,)](
                     x,
                     labels,
@@ -213,8 +179,7 @@ class _CrossEntropy(torch.autograd.Function):
                     dx.stride(0),
                     vocabulary,
                     ignored,
-                    smoothing,
                     COLS=_cols(vocabulary),
                     num_warps=_WARPS,
                 )
-        return dx, None, None, None, None
+        return dx, None, None, None

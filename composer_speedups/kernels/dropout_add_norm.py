@@ -29,13 +29,12 @@ from torch.autograd.function import once_differentiable
 
 from composer_speedups.kernels.fast_dropout import fast_dropout_mask, realised
 from composer_speedups.kernels.native import load
-from composer_speedups.kernels.tensors import shape_only
+from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 
 __all__ = ["dropout_add_norm", "native", "reference_dropout_add_norm", "why_not"]
 
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _MOST = 1 << 33  # elements that 2^32 different words of bits serve
-_MAX_WIDTH = 8192  # of the CUDA kernels, `launch.MAX_WIDTH`: this module is imported without Triton, too
 _CHUNKS, _ROWS = 64, 16  # partial sums of the C kernel: at most so many, each of so many rows at least
 _CUDA = (torch.float32, torch.float16, torch.bfloat16)
 _CPU = (*_CUDA, torch.float64)
@@ -114,8 +113,8 @@ def why_not(
             return f"{name} is in {tensor.dtype}, and must be in one of {', '.join(map(str, dtypes))}"
         if tensor is not x and (tensor.shape != (width,) or tensor.device != x.device):
             return f"{name} must have the shape ({width},) on {x.device}, not {tuple(tensor.shape)} on {tensor.device}"
-    if x.is_cuda and width > _MAX_WIDTH:
-        return f"the width is at most {_MAX_WIDTH} on CUDA, not {width}"
+    if x.is_cuda and width > MAX_WIDTH:
+        return f"the width is at most {MAX_WIDTH} on CUDA, not {width}"
     if not (x.is_cuda or x.is_cpu):
         return f"x must be on a CUDA device or on the CPU, not on {x.device}"
     return None

@@ -8,9 +8,8 @@ from functools import cache
 import torch
 import triton
 
-__all__ = ["DTYPES", "MAX_WIDTH", "interpreted", "most_programs", "on_device", "rows_of", "tile_of"]
+__all__ = ["DTYPES", "interpreted", "most_programs", "on_device", "rows_of", "tile_of"]
 
-MAX_WIDTH = 8192  # a whole row is held in registers: 16 elements in each of 512 threads
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _TILE = 2048  # elements a program holds at a time: narrow rows are taken several at once

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.launch import DTYPES, MAX_WIDTH, interpreted, most_programs, on_device, rows_of, tile_of
-from composer_speedups.kernels.tensors import shape_only
+from composer_speedups.kernels.launch import DTYPES, interpreted, most_programs, on_device, rows_of, tile_of
+from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 
 __all__ = ["layer_norm", "normalise", "reference_layer_norm", "through_norm"]
 

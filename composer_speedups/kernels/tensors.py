@@ -1,11 +1,14 @@
-"""Which tensors a kernel may take a pointer to."""
+"""Which tensors a kernel may take. Imported without Triton, too."""
 
 from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["plain", "shape_only"]
+__all__ = ["MAX_WIDTH", "plain", "shape_only"]
+
+# Of the Triton kernels over rows: a whole row is held in registers, 16 elements in each of 512 threads.
+MAX_WIDTH = 8192
 
 
 def plain(x: torch.Tensor) -> bool:

@@ -18,10 +18,10 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
     """Every registered speed-up with each of its choices, and the data made, so that no run has to.
 
     Returns:
-        `candidates`: those that work on this device, in the order in which to try them: `key`, `arguments`, `slot`,
-        `compiles`; `unavailable`: name -> why; `first`: what the doctor would switch on; `samples`: in the training
-        set; `environment`: what `hardware.environment` says; `error`: what is wrong with the task or the model, or an
-        empty string.
+        `candidates`: those that work on this device, in the order in which to try them: `name`, `key`, `arguments`,
+        `slot`, `stage`; `unavailable`: name -> why; `first`: what the doctor would switch on; `samples`: in the
+        training set; `environment`: what `hardware.environment` says; `error`: what is wrong with the task or the
+        model, or an empty string.
     """
     recipe = payload["recipe"]
     device = torch.device(hardware.hardware())

@@ -267,8 +267,10 @@ class _Work:
         if plain.status != "ok":
             why = plain.reason or "the time was over"
             if plain.status == "timeout" and self.step:
-                why += f", though its steps took {self.step:.2f} s before: is something else using this machine?"
-            raise UserError(f"the plain recipe did not end: {why} The same command tries again; or give more --minutes")
+                why += f", though its steps took {self.step:.2f} s before (is something else using this machine?)"
+            raise UserError(
+                f"the plain recipe did not end: {why}. The same command tries again; or give more --minutes"
+            )
         self._learn(plain.result, (plain.finished or 0.0) - (plain.started or 0.0))
         return self._screened(rows, facts)
 
@@ -313,13 +315,15 @@ class _Work:
             rows = [self._short(row, steps) for row in rows]
         run = self._seconds(rows[0])
         count = max(_SEEDS[0], min(_SEEDS[1], int(left / (run * len(rows))))) if run else _SEEDS[0]
+        # What was stopped goes on as it was begun.
+        seeds = self._planned(folder) if stored else [(self.base.seed + n) % 2**32 for n in range(count)]
         self.console.print("\n[bold]Study[/]: the best of them together, repeated and interleaved")
         for row in rows:
             if row.description != row.name:
                 self.console.print(f"{row.name}: {row.description}", markup=False, highlight=False)
         result = run_study(
             rows,
-            seeds=[(self.base.seed + n) % 2**32 for n in range(count)],
+            seeds=seeds,
             out=folder,
             name=self.out.name,
             baseline=PLAIN,
@@ -338,6 +342,12 @@ class _Work:
         samples = in_samples(self.base.duration, self.dataset, self.base.batch_size)
         found = answer(result.findings.rows, CONFIDENCE, samples, self._compare())
         return self._finished(found, rejected, result.findings, folder)
+
+    @staticmethod
+    def _planned(folder: Path) -> list[int]:
+        """The seeds of the study in `folder`."""
+        with Store(folder / "runs.sqlite", create=False) as store:
+            return list(dict.fromkeys(run.seed for run in store.runs()))
 
     def _compare(self) -> str:
         """The command that trains the plain recipe and the recommended one to their end."""

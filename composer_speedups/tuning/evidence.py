@@ -10,7 +10,7 @@ from composer_speedups.tuning.rate import Rated
 
 __all__ = ["batch_lines", "batch_reason", "rate_lines"]
 
-_BESIDE = ", beside another run"
+_BESIDE = ", beside other work"
 _WORDS = {"out_of_memory": "out of memory", "over_limit": "over the limit"}
 
 
@@ -35,7 +35,7 @@ def batch_lines(trials: Sequence[Mapping[str, Any]], noun: str) -> list[str]:
                 status if trial["status"] == "ok" or not trial["reason"] else f"{status}: {trial['reason'][:70]}",
             )
         )
-    note = "beside another run: measured on this machine at the same time, and each slowed the other down"
+    note = "beside other work: it shared this machine's cores meanwhile, and was slowed"
     return _aligned(rows) + [note] * any(trial["overlapped"] for trial in trials)
 
 

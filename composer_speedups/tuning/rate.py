@@ -100,7 +100,7 @@ def plan(budget: int, batch: int, trials: int, longest: int) -> Plan | None:
 
 
 def search(train: Train, start: float, chosen: Plan, budget: int, seed: int) -> tuple[float, list[Rated]]:
-    """The rate with the lowest loss among those that came furthest, and all that were tried.
+    """The rate with the lowest loss among those that came furthest and did not diverge, and all that were tried.
 
     Args:
         train: makes one run.
@@ -144,8 +144,9 @@ def search(train: Train, start: float, chosen: Plan, budget: int, seed: int) -> 
             study.tell(trial, losses[-1])
         else:
             study.tell(trial, state=pruned if losses else failed)
-    furthest = max((len(one.losses) for one in tried), default=0)
-    if not furthest:
+    sound = [one for one in tried if one.losses and one.ended not in ("diverged", "failed")]
+    if not sound:
         return start, tried
-    best = min((one for one in tried if len(one.losses) == furthest), key=lambda one: one.losses[-1])
+    furthest = max(len(one.losses) for one in sound)
+    best = min((one for one in sound if len(one.losses) == furthest), key=lambda one: one.losses[-1])
     return best.rate, tried

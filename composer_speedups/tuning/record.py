@@ -6,7 +6,6 @@ where it was. A last line that was cut in half is dropped; anything else that is
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.errors import UserError
+from composer_speedups.files import lock
 
 __all__ = ["Record", "RecordError"]
 
@@ -83,11 +83,9 @@ class Record:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise RecordError(f"cannot write {self.path}: {error.strerror}. Choose another --out") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not lock(descriptor):
             os.close(descriptor)
-            raise RecordError(f"another process is at {self.path}. Wait for it, or choose another --out") from None
+            raise RecordError(f"another process is at {self.path}. Wait for it, or choose another --out")
         return descriptor
 
     def _append(self, content: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from composer_speedups.ablation.estimate import seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plans import WITHOUT
 from composer_speedups.ablation.study import Entries
-from composer_speedups.errors import RecipeError, SpeedUpUnavailable, UserError
+from composer_speedups.errors import NothingFits, RecipeError, SpeedUpUnavailable, UserError
 from composer_speedups.tuning.tune import ENTRIES, START, TRIES, Settings, tune
 
 if TYPE_CHECKING:
@@ -79,12 +79,10 @@ def tune_rows(
                     console.print(f"not tuned: {error}", style="dim", highlight=False, markup=False)
                     rows.append(recipe)
                     continue
-                except UserError as error:
-                    if path.with_suffix(".trials.jsonl").exists() and "found to fit" in str(error):
-                        console.print(f"not tuned: {error}", style="yellow", highlight=False, markup=False)
-                        rows.append(recipe)
-                        continue
-                    raise
+                except NothingFits as error:
+                    console.print(f"not tuned: {error}", style="yellow", highlight=False, markup=False)
+                    rows.append(recipe)
+                    continue
                 if done.recipe is None:
                     return None
             rows.append(load_recipe(path, check_arguments=False))

@@ -17,7 +17,7 @@ from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.rows import REGROUPING, precision
 from composer_speedups.ablation.study import Entries
-from composer_speedups.errors import SpeedUpUnavailable, UserError
+from composer_speedups.errors import NothingFits, SpeedUpUnavailable, UserError
 from composer_speedups.recipe_schema import in_samples
 from composer_speedups.tuning import batch as batches
 from composer_speedups.tuning import rate as rates
@@ -285,7 +285,7 @@ class _Session:
             ended = {t["status"] for t in tried}
             ways = ["--timeout"] * ("timeout" in ended) + ["--memory-limit"] * bool(ended - {"timeout"})
             ways += ["--samples"] * (self.goal == "fastest")
-            raise UserError(
+            raise NothingFits(
                 f"no {noun} of {recipe.name} was found to fit{reason}. Raise {' or '.join(ways)}, or shorten "
                 f"task.max_length"
             )
@@ -296,7 +296,7 @@ class _Session:
         shared = sum(t["overlapped"] for t in tried)
         if shared and self.goal == "fastest":
             self.display.say(
-                f"{shared} of {len(tried)} tries ran beside another measured run on this machine, which slowed them. "
+                f"{shared} of {len(tried)} tries ran beside other work on this machine, which slowed them. "
                 f"Tune again when it is idle",
                 style="yellow",
             )
@@ -430,7 +430,7 @@ class _Session:
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             "seconds": round(outcome.seconds, 2),
             "allowed": self.settings.timeout,
-            "overlapped": outcome.overlapped,
+            "overlapped": not outcome.alone,
         }
         facts = [f"{outcome.seconds:.1f} s"]
         if result["samples_per_second"]:
@@ -441,8 +441,8 @@ class _Session:
             facts.append(f"loss {result['loss']:.4f}")
         elif status == "ok":
             facts.append("the loss was not finite")
-        if outcome.overlapped:
-            facts.append("beside another run")
+        if not outcome.alone:
+            facts.append("beside other work")
         words = "" if status == "ok" else f"{status.replace('_', ' ')}: {result['reason']}; "
         self.display.say(f"  {label}, {steps} steps: {words}{', '.join(facts)}")
         return result
@@ -487,7 +487,10 @@ def _same_samples(found: Recipe, old: Recipe) -> Recipe:
     warmup = old.schedule.warmup
     warmup = warmup if warmup == "0ba" else converted(warmup)
     schedule = found.schedule.model_copy(update={"warmup": warmup})
-    return found.model_copy(update={"duration": converted(old.duration), "schedule": schedule})
+    changes = {"duration": converted(old.duration), "schedule": schedule}
+    if isinstance(old.evaluate, str):
+        changes["evaluate"] = converted(old.evaluate)
+    return found.model_copy(update=changes)
 
 
 def _written_as(found: Recipe, old: Recipe) -> Recipe:

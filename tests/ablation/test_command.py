@@ -131,6 +131,32 @@ def test_a_row_that_trains_longer_or_pads_otherwise_is_told(tmp_path: Path, caps
     assert "as_long: " not in text
 
 
+def test_a_row_with_another_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    Path("wider.yaml").write_text("extends: demo/bf16\nmodel: {config: {hidden_size: 128}}\n")
+    assert main(["ablate", "demo/fp32", "demo/bf16", "wider.yaml", "--out", "out"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "wider: model.config {" in text and "speeds differ by that, too. Give all rows one model" in text
+    assert "; not the same in wider" in text and "; not the same in wider" in Path("out/table.md").read_text()
+
+
+def test_the_baseline_may_be_named_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+    Path("a/mine.yaml").write_text("extends: demo/fp32\nname: plain\n")
+    Path("b/mine.yaml").write_text("extends: demo/bf16\n")
+    Path("suite.yaml").write_text("recipes: [./b/mine.yaml, ./a/mine.yaml]\nbaseline: ./a/mine.yaml\n")
+    for number, options in enumerate(([], ["--plan", "ladder"])):
+        command = ["ablate", "b/mine.yaml", "a/mine.yaml", "--baseline", "a/mine.yaml", *options]
+        assert main([*command, "--out", f"out{number}"]) == 0
+        assert json.loads(Path(f"out{number}/results.json").read_text())["study"]["baseline"] == "plain"
+    assert main(["ablate", "suite.yaml", "--out", "out2"]) == 0
+    assert json.loads(Path("out2/results.json").read_text())["study"]["baseline"] == "plain"
+    Path("a/mine.yaml").write_text("extends: demo/fp32\n")
+    capsys.readouterr()
+    assert main(["ablate", "suite.yaml", "--out", "out3"]) == 2
+    assert "suite.yaml:1: two files make a recipe called mine. Give one of them a name:" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("hardware", SUITE_SECTIONS)
 @pytest.mark.parametrize("name", suite_names())
 def test_the_rows_of_shipped_suites_train_the_same(name: str, hardware: str):
@@ -175,7 +201,7 @@ def test_two_studies_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["ablate", "batch_size=4"], "name a suite or a recipe"),
         (["ablate", "demo", "finetune/fp32"], "demo is a suite"),
         (["ablate", "demo/fp32", "batch_size=-4"], "batch_size"),
-        (["ablate", "demo/fp32", "demo/fp32"], "listed twice"),
+        (["ablate", "demo/fp32", "demo/fp32"], "more than one recipe is called demo/fp32"),
         (["ablate", "demo/fp32", "--baseline", "bf16"], "'bf16'"),
         (["ablate", "demo/fp32", "--seeds", "0"], "seeds"),
         (["ablate", "demo/compile", "--plan", "stairs"], "unknown plan 'stairs'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from composer_speedups.ablation.plans import equal_batch, expand, root
@@ -30,6 +32,16 @@ def test_the_root_has_the_base_settings_and_the_overrides():
     assert (found.batch_size, found.learning_rate, found.task.max_length) == (4, 1e-4, 64)
     alone = root(load("finetune/fp32"))
     assert (alone.name, alone.speedups) == ("finetune/fp32.plain", TRUE_FP32)
+
+
+def test_the_root_of_a_file_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "base.yaml").write_text("extends: demo/fp32\nbatch_size: 8\n")
+    (tmp_path / "mine.yaml").write_text("extends: ./base.yaml\nspeedups: {fused_adamw: {}}\n")
+    for folder, name in ((tmp_path, "mine.yaml"), (tmp_path.parent, f"{tmp_path.name}/mine.yaml")):
+        monkeypatch.chdir(folder)
+        assert root(load(f"./{name}")).name == "demo/fp32"
+    (tmp_path / "base.yaml").write_text("batch_size: 8\ntask: {name: dummy}\n")
+    assert root(load(f"./{name}")).name == "base"
 
 
 def test_leave_one_out_brings_the_base_setting_back():
@@ -89,6 +101,12 @@ def test_a_warm_up_in_batches_is_the_baselines_only_with_its_duration():
     source = load("demo/bf16", "duration=50ba", "schedule.warmup=10ba")
     found, _ = expand("one-at-a-time", [source], baseline)
     assert (found[1].duration, found[1].schedule.warmup) == ("50ba", "10ba")
+
+
+def test_evaluations_counted_in_batches_are_the_baselines_too():
+    baseline, source = (load(name, "batch_size=8", "evaluate=100ba") for name in ("demo/fp32", "demo/bf16"))
+    source = source.model_copy(update={"batch_size": 32, "evaluate": "25ba"})
+    assert [r.evaluate for r in equal_batch([baseline, source], baseline)] == ["100ba", "25ba", "100ba"]
 
 
 def test_ladder_of_recipes_starts_with_a_baseline_from_outside():

@@ -188,17 +188,24 @@ def test_no_pictures_of_what_nobody_looked_at(tmp_path: Path):
     assert not {"step_time", "memory"} & set(charts(found.rows, found.runs))
 
 
-def test_runs_that_overlapped_are_told(tmp_path: Path):
+def test_runs_that_shared_the_machine_are_told(tmp_path: Path):
     found = make(tmp_path, fast={"overlapped": True})
-    note = next(note for note in notes(found.rows) if "overlapped" in note)
-    assert note.startswith("† 3 runs overlapped with another") and "fast, all seeds." in note
+    note = next(note for note in notes(found.rows) if note.startswith("†"))
+    assert note.startswith("† 3 runs shared this machine with other work: set/fast, all seeds.")
     one = [row | {"overlapped": row["overlapped"][:1]} for row in found.rows]
     assert any("fast seed 0." in note for note in notes(one))
     every = [row | {"overlapped": row["seeds"]} for row in found.rows]
-    assert any("down: all there are." in note for note in notes(every))
+    assert any("work: all there are." in note for note in notes(every))
     page = (tmp_path / "report.html").read_text()
-    assert "3 runs overlapped" in page and page.count("fast †<") == 1 and page.count("†") == 2
-    assert "3 runs overlapped" in (tmp_path / "table.md").read_text()
+    assert "3 runs shared this machine" in page and page.count("fast †<") == 1 and page.count("†") == 2
+    assert "3 runs shared this machine" in (tmp_path / "table.md").read_text()
+
+
+def test_runs_that_waited_for_a_core_are_told(tmp_path: Path):
+    found = make(tmp_path, fast={"waited": 0.481}, base={"waited": 0.02})
+    assert [row["waited"] for row in found.rows if row["overlapped"]] == [{0: 0.481, 1: 0.481, 2: 0.481}]
+    note = next(note for note in notes(found.rows) if note.startswith("†"))
+    assert "which had a core for up to 48% of the time that a run wanted it: set/fast, all seeds." in note
 
 
 def judged(name: str, speedup: float, verdict: str, quality: str = "quality holds") -> dict[str, Any]:

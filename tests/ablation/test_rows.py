@@ -148,6 +148,14 @@ def test_what_diverged_beats_nobody() -> None:
         assert [s["colour"] for s in shapes] == ["same"] and shapes[0].get("hollow", True)
 
 
+def test_a_study_in_which_all_diverged_has_its_pictures() -> None:
+    runs = [run(name, seed, 100.0, None) for seed in (1, 2, 3) for name in ("base", "wild")]
+    for one in runs:
+        one.result |= {"finite": False, "final_loss": None, "peak_memory_bytes": 10**9}
+    shapes = charts(build_rows({"base": {}, "wild": {}}, runs, "base"), runs)["speed_memory"]._shapes
+    assert [s["hollow"] for kind, s in shapes if kind == "dot"] == [True, True], "nobody is beaten, and nobody beats"
+
+
 def test_a_baseline_measured_once_shows_no_drift() -> None:
     assert drift_lines(None, []) == []
     assert "drifted is not known" in drift_lines(None, [100.0])[0]

@@ -271,6 +271,19 @@ def test_ctrl_c_writes_what_is_done(tmp_path: Path):
     assert not any(_alive(pid) for pid in group)
 
 
+def test_a_run_that_was_stopped_can_be_skipped(tmp_path: Path):
+    """It has left a log, which must not stay behind: the store would take itself for damaged."""
+    with Store(tmp_path / "runs.sqlite") as store:
+        recipe = fakes.Recipe("base")
+        store.begin({"name": "x", "baseline": "base", "command": "", "created": 0.0}, [("base", recipe.to_dict())])
+        store.plan(interleave(["base"], [1]))
+        run = store.claim()
+        assert run is not None and store.finish(run, "interrupted", "stopped by a signal", None, "where it was")
+        store.skip("base", "needs a thing")
+    with Store(tmp_path / "runs.sqlite", create=False) as store:
+        assert [(run.status, run.reason) for run in store.runs()] == [("skipped", "needs a thing")]
+
+
 def test_another_study_is_refused(tmp_path: Path):
     study(tmp_path, [fakes.Recipe("base")])
     content = (tmp_path / "runs.sqlite").read_bytes()

@@ -50,6 +50,29 @@ def test_loss_and_gradients_equal_the_stock_models(kind: str, reuse: bool) -> No
     assert apply_fused_cross_entropy(model) == 0
 
 
+class WeighedForMaskedLM(transformers.BertForMaskedLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        out = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+        out.loss = 2 * out.loss
+        return out
+
+
+@pytest.mark.parametrize("kind", ["Bart", "XLNet", "XLM", "own"])
+def test_a_loss_that_is_not_known_is_left_alone(kind: str) -> None:
+    """Older causal families take labels that are shifted already; a forward of the user's own may weigh the loss."""
+    small: dict[str, object] = dict(vocab_size=64)
+    if kind == "Bart":
+        small |= dict(d_model=8, encoder_layers=1, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8)
+        model = transformers.BartForCausalLM(transformers.BartConfig(**small, encoder_attention_heads=2))
+    elif kind == "XLNet":
+        model = transformers.XLNetLMHeadModel(transformers.XLNetConfig(**small, d_model=8, n_layer=1, n_head=2))
+    elif kind == "XLM":
+        model = transformers.XLMWithLMHeadModel(transformers.XLMConfig(n_words=64, emb_dim=8, n_layers=1, n_heads=2))
+    else:
+        model = WeighedForMaskedLM(masked_lm("Bert").config)
+    assert apply_fused_cross_entropy(model) == 0
+
+
 @pytest.mark.parametrize("fault", ["ignored rows count", "sum", "temperature", "gradient of the sum"])
 def test_planted_faults_are_found(fault: str, monkeypatch) -> None:
     from composer_speedups.kernels import cross_entropy as kernel

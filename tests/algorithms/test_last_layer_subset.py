@@ -130,6 +130,49 @@ def test_heads_that_read_every_token_are_left_alone(head: str) -> None:
     assert apply_last_layer_subset(getattr(transformers, f"Bert{head}")(config)) == 0
 
 
+class MeanPoolForSequenceClassification(transformers.BertForSequenceClassification):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        hidden = self.bert(input_ids, attention_mask, **kwargs).last_hidden_state
+        return self.classifier((hidden * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True))
+
+
+class LargerForSequenceClassification(transformers.BertForSequenceClassification):
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.classifier = torch.nn.Sequential(torch.nn.Linear(config.hidden_size, 9), torch.nn.Linear(9, 3))
+
+
+def test_a_forward_of_ones_own_is_left_alone() -> None:
+    config = make().config
+    assert apply_last_layer_subset(MeanPoolForSequenceClassification(config)) == 0
+    larger = LargerForSequenceClassification(config).double()
+    stock = copy.deepcopy(larger)
+    assert apply_last_layer_subset(larger) == 1 and apply_last_layer_subset(larger) == 0
+    compare(stock, larger, batch())
+
+
+@pytest.mark.parametrize("kind", ["first", "mean", "last"])
+def test_electra_may_sum_its_choices_up_otherwise(kind: str) -> None:
+    config = make("Electra").config
+    config.summary_type = kind
+    assert apply_last_layer_subset(transformers.ElectraForMultipleChoice(config)) == (kind == "first")
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_the_encoder_by_itself_computes_all_tokens(unpadded: bool) -> None:
+    stock, inputs = make(), batch()
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    if unpadded:
+        apply_unpadding(fast)
+    labels = inputs.pop("labels")
+    mask = inputs["attention_mask"][..., None]
+    for _ in range(2):  # after the classifier has run, too
+        expected, out = (model.bert(**inputs).last_hidden_state for model in (stock, fast))
+        torch.testing.assert_close(out * mask, expected * mask, rtol=1e-10, atol=1e-10)
+        fast(**inputs, labels=labels)
+
+
 def test_works_inside_a_trainer(make_trainer) -> None:
     algorithms = [LastLayerSubset(), Unpadding()]
     make_trainer(algorithms).fit()

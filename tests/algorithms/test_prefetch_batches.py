@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from composer_speedups import PrefetchBatches, apply_prefetch_batches
 from composer_speedups.algorithms import prefetch_batches
+from composer_speedups.packing import COUNTS, count_on_host, count_tokens, counts_of
 
 
 def loader(workers: int = 1, rows: int = 32) -> DataLoader:
@@ -52,6 +53,17 @@ def test_each_batch_is_sent_before_the_one_before_it_is_used(monkeypatch) -> Non
         assert all(tensor.device.type == "meta" for tensor in batch.values())
         events.append("used")
     assert events == ["sent", "sent", "used", "sent", "used", "sent", "used", "used"]
+
+
+def test_token_counts_are_taken_before_the_batch_leaves_the_host() -> None:
+    """Asking a device how many tokens there are would make the host wait; "meta" could not even answer."""
+    expected = [count_tokens(batch["attention_mask"]) for batch in DataLoader(BatchDataset(16), batch_size=8)]
+    batches = DataLoader(BatchDataset(16), batch_size=8, num_workers=1)
+    apply_prefetch_batches(batches, "meta")
+    sent = list(batches)
+    assert [counts_of(batch["attention_mask"]) for batch in sent] == expected
+    assert all(COUNTS not in batch for batch in sent), "transforms and algorithms expect tensors"
+    assert count_on_host(sent[0]) and sent[0][COUNTS] == expected[0]
 
 
 def test_a_loader_without_workers_is_left_alone() -> None:

@@ -335,11 +335,16 @@ def test_inductor_on_a_gpu(make_trainer, scope: str, mode: str | None) -> None:
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize("micro", [None, 4, 8])
-def test_cuda_graphs_with_microbatches_are_refused(mode: str | None, kind: str, micro: int | None) -> None:
+@pytest.mark.parametrize(
+    "kind_of_batch",
+    [{"weight": torch.tensor(1.0), "ids": torch.zeros(8, 3), "counts": [1] * 8}, (torch.zeros(8, 3), torch.zeros(8))],
+    ids=["mapping", "tuple"],
+)
+def test_cuda_graphs_with_microbatches_are_refused(mode, kind: str, micro: int | None, kind_of_batch) -> None:
     state = SimpleNamespace(
         device=SimpleNamespace(_device=torch.device(kind)),
         device_train_microbatch_size=micro,
-        train_dataloader=SimpleNamespace(batch_size=8),
+        batch=kind_of_batch,
     )
     wrong = mode in ("reduce-overhead", "max-autotune") and kind == "cuda" and micro == 4
     with pytest.raises(ConflictError, match="microbatches of 4") if wrong else nullcontext():
