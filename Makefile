@@ -25,6 +25,7 @@ setup-modern: .venv-modern/$(STAMP)
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
 	.venv/bin/uv pip install --quiet --python .venv/bin/python --editable ".[dev]"
+	@rm -f .venv/.installed-*
 	@touch $@
 
 .venv-modern/$(STAMP): pyproject.toml setup.py requirements/modern.txt
@@ -32,6 +33,7 @@ setup-modern: .venv-modern/$(STAMP)
 	$(PYTHON312) -m venv .venv-modern
 	.venv-modern/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
 	.venv-modern/bin/uv pip install --quiet --python .venv-modern/bin/python --override requirements/modern.txt --editable ".[dev]"
+	@rm -f .venv-modern/.installed-*
 	@touch $@
 
 demo: setup

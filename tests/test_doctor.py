@@ -95,7 +95,7 @@ def test_memory_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name, size in need.memory.kinds().items():
         line = next(line for line in text.splitlines() if line.startswith(name))
         assert f"{size / 2**30:,.2f} GiB" in line
-    assert "fits; the largest batch that would: " in text and need.fits and need.largest >= 16
+    assert "fits; the largest batch that fits is " in text and need.fits and need.largest >= 16
 
 
 @pytest.fixture
@@ -119,11 +119,11 @@ def test_memory_that_is_not_there(one_layer, monkeypatch: pytest.MonkeyPatch, ca
     assert main(["doctor", "--recipe", recipe]) == 0
     text = capsys.readouterr().out
     assert "bert-base-uncased, batch 32 of 128 tokens, demo_fp32" in text
-    assert "does not fit; the largest batch that would: 24" in text
+    assert "does not fit; the largest batch that fits is 24" in text
     monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
     assert not memory_need(recipe=recipe, batch=2).fits
     assert main(["doctor", "--recipe", recipe]) == 0
-    assert "does not fit; not even one sample would" in capsys.readouterr().out
+    assert "does not fit; not even one sample does" in capsys.readouterr().out
 
 
 def test_the_batch_that_was_asked_for_counts_where_it_fits(one_layer, monkeypatch: pytest.MonkeyPatch):

@@ -49,8 +49,7 @@ def apply_last_layer_subset(model: torch.nn.Module) -> int:
     owners = [(m, encoder) for m in model.modules() if (encoder := _encoder(m)) is not None]
     for owner, encoder in owners:
         mix_in(_Owner, owner)
-        # A hook and no mixin: `Unpadding` may come in front of it later, and does not call what is behind.
-        owner.base_model.register_forward_pre_hook(_tell_last_layer)
+        mix_in(_Base, owner.base_model)
         mix_in(_FirstOnly, encoder.layer[-1])
     return len(owners)
 
@@ -111,12 +110,18 @@ class _Owner:
 _IDS = 4  # input_ids, attention_mask, token_type_ids, position_ids
 
 
-def _tell_last_layer(base: torch.nn.Module, args: Any) -> None:
-    """Called by anybody but the classifier, the encoder computes all tokens.
+class _Base:
+    """Mixed into the encoder with its embeddings: called by anybody but the classifier, it computes all tokens."""
 
-    The layer keeps what it was told when the call is over: checkpointing runs it again.
-    """
-    base.encoder.layer[-1].first_only = getattr(base, "asked_for_first", False)
+    asked_for_first = False
+
+    def forward(self, *args: Any, **kwargs: Any):
+        self.tell_last_layer()
+        return super().forward(*args, **kwargs)
+
+    def tell_last_layer(self) -> None:
+        """What the layer is told holds when the call is over, too: checkpointing runs it again."""
+        self.encoder.layer[-1].first_only = self.asked_for_first
 
 
 class _FirstOnly:

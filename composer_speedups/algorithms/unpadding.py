@@ -152,6 +152,8 @@ class _Unpadded:
     def forward(
         self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, *args: Any, **kwargs: Any
     ):
+        if hasattr(self, "tell_last_layer"):  # by LastLayerSubset, whose own forward may lie behind this one
+            self.tell_last_layer()
         packing = self._pack(input_ids, attention_mask, args, kwargs)
         if packing is None:
             return super().forward(input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs)

@@ -12,7 +12,13 @@ from composer.algorithms import SeqLengthWarmup
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
 
-from composer_speedups import SDPAttention, Unpadding, apply_masked_token_head, apply_unpadding
+from composer_speedups import (
+    SDPAttention,
+    Unpadding,
+    apply_masked_token_head,
+    apply_torch_compile,
+    apply_unpadding,
+)
 from composer_speedups.algorithms import unpadding as module
 from composer_speedups.errors import ConflictError
 from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over
@@ -124,13 +130,34 @@ def test_padding_has_no_part_in_anything(head: str) -> None:
         assert rows == used, "padding got a gradient"
 
 
+# Each head once, and what families differ in: positions that count padding ids, embeddings of another width.
+KINDS = [
+    ("Bert", "ForSequenceClassification"),
+    ("Roberta", "ForMaskedLM"),
+    ("Electra", "ForTokenClassification"),
+    ("XLMRoberta", "ForQuestionAnswering"),
+]
+
+
+def with_answers(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A question answering batch with labels, on real tokens."""
+    last = inputs["attention_mask"].sum(1) - 1
+    return inputs | {"start_positions": last // 2, "end_positions": last}
+
+
+def labelled(family: str, head: str) -> dict[str, torch.Tensor]:
+    inputs = batch(head, FAMILIES[family])
+    return with_answers(inputs) if head == "ForQuestionAnswering" else inputs
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant: bool) -> None:
-    stock = make(attention_probs_dropout_prob=0.3, hidden_dropout_prob=0.2).train()
+@pytest.mark.parametrize(("family", "head"), KINDS)
+def test_gradient_checkpointing(family: str, head: str, reentrant: bool) -> None:
+    stock = make(family, head, attention_probs_dropout_prob=0.3, hidden_dropout_prob=0.2).train()
     apply_unpadding(stock)
     fast = copy.deepcopy(stock)
     fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    inputs = batch("ForSequenceClassification")
+    inputs = labelled(family, head)
     for model in (stock, fast):
         torch.manual_seed(3)
         model(**inputs).loss.backward()
@@ -145,6 +172,40 @@ def test_dropout_is_drawn_in_training_only() -> None:
     assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
     model.eval()
     assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("scope", ["model", "block"])
+@pytest.mark.parametrize(("family", "head"), KINDS)
+def test_compiled(family: str, head: str, scope: str) -> None:
+    stock = make(family, head)
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    assert apply_torch_compile(fast, scope=scope, backend="aot_eager") == (1 if scope == "model" else 2)
+    for rows in (6, 4):
+        inputs = {name: x[-rows:] for name, x in batch(head, FAMILIES[family]).items()}
+        stock.zero_grad()
+        fast.zero_grad()
+        compare(stock, fast, head, inputs)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_answers_compete_with_no_padding_but_the_heads_bias(family: str) -> None:
+    """transformers takes the softmax over padding, too: there the unpadded logits are the bias, whatever the ids."""
+    stock = make(family, "ForQuestionAnswering")
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    inputs = labelled(family, "ForQuestionAnswering")
+    out, logits = fast(**inputs), stock(**inputs)
+    mask, expected = inputs["attention_mask"].bool(), 0.0
+    for kind, bias in zip(("start", "end"), stock.qa_outputs.bias, strict=True):
+        scores = torch.where(mask, logits[f"{kind}_logits"], bias)
+        expected = expected + torch.nn.functional.cross_entropy(scores, inputs[f"{kind}_positions"]) / 2
+    torch.testing.assert_close(out.loss, expected, rtol=1e-10, atol=1e-10)
+    out.loss.backward()
+    expected.backward()
+    for p, q in zip(stock.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
 
 
 # Filled up, totals may stay while the rows change: one graph more, when a total changes, too.
