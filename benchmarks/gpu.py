@@ -2,13 +2,16 @@
 
     PYTHONUNBUFFERED=1 python -m benchmarks.gpu --out results; code=$?; tar czf $OUT/results.tgz results; exit $code
 
-(Eleven files; a lent machine gives eight back, hence the archive, also when a test has failed.)
+(Eleven files; a lent machine gives eight back, hence the archive, also when a test has failed. A machine without a
+package index: requirements/offline.txt.) Then, with what time is left, more repetitions of what decides:
+
+    python -m benchmarks.gpu --parts training --minutes 9 --out more --only finetune/fp32 finetune/fastest AMP best
 
 First the numerics of every CUDA path (the tests marked `gpu`: Triton kernels and variable-length attention against
 float64, loss scaling, bitsandbytes, synchronisations, compile), as what is wrong need not be measured. Then each kernel
 against the limits of the device, then whole training runs against the peers, as many repetitions as the time allows:
-speeds, MFU on real tokens (of the matmul peak measured in the same run), and the peaks of memory. Those that decide
-about the targets come first in the first repetition.
+speeds, MFU on real tokens (of the matmul peak measured in the same run), and the peaks of memory. What decides about
+the targets comes first, so that it has been run at least once where the time ends early.
 What is done is on disk at any moment. Without a GPU it does the same on the CPU, as a rehearsal: the tests are skipped
 then, which is said.
 """
@@ -30,6 +33,7 @@ from benchmarks import limits, peers
 from benchmarks.harness import new_folder
 from composer_speedups.hardware import hardware
 
+PARTS = ("tests", "limits", "training")
 _TESTS = 180  # seconds that the tests may take
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _MARKED = re.compile(r"mark\.gpu|\bdevice: str")  # by itself, or by conftest's fixture
@@ -41,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="of all together (default: 8)")
     parser.add_argument("--batches", type=int, default=30 if hardware() == "cuda" else 2, help="that count")
     parser.add_argument("--workers", type=int, default=8, help="processes for the tests (default: 8)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="to do (default: all)")
+    parser.add_argument("--only", nargs="+", default=(), help="training: parts of the names of the entries to measure")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args(arguments)
     if options.minutes <= 0 or options.batches < 1 or options.workers < 1:
@@ -49,11 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
     if hardware() != "cuda":
         print("no GPU here: a rehearsal on the CPU, whose numbers are the CPU's")
     options.out.mkdir(parents=True, exist_ok=True)
-    passed = _test(options.out / "tests.txt", options.workers, min(_TESTS, 60 * options.minutes / 2))
-    passed &= _limits(options.out / "limits", deadline)
-    # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
-    folder = new_folder("peers", options.out / "peers")
-    print(peers.run(folder, 100, options.batches, deadline - 30))
+    passed = True
+    if "tests" in options.parts:
+        passed &= _test(options.out / "tests.txt", options.workers, min(_TESTS, 60 * options.minutes / 2))
+    if "limits" in options.parts:
+        passed &= _limits(options.out / "limits", deadline)
+    if "training" in options.parts:
+        # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
+        folder = new_folder("peers", options.out / "peers")
+        print(peers.run(folder, 100, options.batches, deadline - 30, tuple(options.only)))
     words = "all passed" if passed else "tests or limits FAILED"
     print(f"done with {deadline - time.monotonic():.0f} s left; {words}")
     return 0 if passed else 1

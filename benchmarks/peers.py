@@ -65,6 +65,12 @@ ENTRIES = {
         "Hugging Face Trainer, best (bf16, fused AdamW, group by length)": Entry(
             "huggingface_best", "finetune/fp32", _PEER
         ),
+        "Hugging Face Trainer, best, compiled": Entry(
+            "huggingface_best", "finetune/fp32", _PEER, {"torch_compile": True}
+        ),
+        "Composer, best (bf16 AMP, its LowPrecisionLayerNorm, compiled)": Entry(
+            "composer_best", "finetune/fp32", _PEER
+        ),
         "ours: mlm/amp": Entry("ours", "mlm/amp", _MLM),
         "ours: mlm/fastest": Entry("ours", "mlm/fastest", _MLM),
         "ours: memory/fp32 (BERT-large)": Entry("ours", "memory/fp32", _MEMORY),
@@ -87,12 +93,6 @@ ENTRIES = {
                 "speedups.fused_layer_norm=null",
                 "speedups.low_precision_norm={}",
             ),
-        ),
-        "Hugging Face Trainer, best, compiled": Entry(
-            "huggingface_best", "finetune/fp32", _PEER, {"torch_compile": True}
-        ),
-        "Composer, best (bf16 AMP, its LowPrecisionLayerNorm, compiled)": Entry(
-            "composer_best", "finetune/fp32", _PEER
         ),
         "bare loop with the kernels of finetune/fastest": Entry("bare_loop", "finetune/fastest", _FINETUNE),
         "Composer, as most use it (fp16 AMP, DecoupledAdamW)": Entry("composer", "finetune/fp32", _PEER),

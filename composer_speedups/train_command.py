@@ -39,6 +39,7 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
             resume=resume,
             checkpoint_interval=checkpoint_interval,
         )
+    _leave_ranks()
     if first:
         Console(highlight=False).print(_summary(result))
         if result.gave_up:
@@ -56,6 +57,15 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
         elif result.status == "interrupted":
             console.print("Nothing was kept: use --save DIR for checkpoints.")
     return 130 if result.status == "interrupted" else int(result.gave_up)
+
+
+def _leave_ranks() -> None:
+    """End the process group, if there is one: Gloo's threads may outlive the interpreter, which then aborts."""
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # the others may still ask this rank for something
+        torch.distributed.destroy_process_group()
 
 
 def _plan(recipe: Recipe) -> str:

@@ -254,6 +254,18 @@ def test_what_fails_in_the_kernels_costs_the_training_runs_nothing(
     assert "ValueError: a kernel is wrong" in text.err
 
 
+def test_a_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(gpu, "_test", lambda *_: False)
+    monkeypatch.setattr(gpu.limits, "run", lambda *_: 1 / 0)
+    monkeypatch.setattr(gpu.peers, "run", lambda *arguments: str(asked.append(arguments[-1])))
+    assert gpu.main(["--parts", "training", "--only", "best", "mlm/", "--out", str(tmp_path)]) == 0
+    assert asked == [("best", "mlm/")] and "all passed" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        gpu.main(["--parts", "trainings", "--out", str(tmp_path)])
+    assert "invalid choice: 'trainings'" in capsys.readouterr().err
+
+
 def test_tests_that_failed_before_the_time_was_over_are_named() -> None:
     lines = [
         "tests/a.py::test_x[cuda-1] ",

@@ -17,7 +17,8 @@ padded models use `LengthGroupedBatches`.
 **Needs.** A `DataLoader` with `batch_size` over a map-style dataset of dicts with `attention_mask` or
 `input_ids`, or with `dataset.lengths`. A step's tokens deviate from the budget by less than one sample's. The
 number of steps per epoch is the same in all epochs. `drop_last` is not needed and not kept. Composer's
-`time/sample` counts the samples that there were.
+`time/sample` counts the samples that there were. Not with the Trainer's `accumulate_train_batch_on_tokens`,
+another weighting of ranks.
 
 Source: token-budget batches as fairseq's `max_tokens`; sequence packing in ModernBERT.
 """

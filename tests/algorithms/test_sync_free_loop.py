@@ -11,7 +11,7 @@ from small import BatchDataset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composer_speedups import SyncFreeLoop, apply_sync_free_loop
+from composer_speedups import LastLayerSubset, SyncFreeLoop, Unpadding, apply_sync_free_loop
 from composer_speedups.algorithms import sync_free_loop
 
 STEPS = 4
@@ -207,8 +207,9 @@ def test_refused_on_a_cpu_and_with_another_loop(monkeypatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("unpadded", [False, True])
 @pytest.mark.parametrize("delayed_loss", [False, True])
-def test_no_synchronisation_on_a_gpu(make_trainer, delayed_loss: bool) -> None:
+def test_no_synchronisation_on_a_gpu(make_trainer, delayed_loss: bool, unpadded: bool) -> None:
     """PyTorch itself tells of every wait: one a step at most, none with a delayed loss."""
     import warnings
 
@@ -222,11 +223,14 @@ def test_no_synchronisation_on_a_gpu(make_trainer, delayed_loss: bool) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     model = HuggingFaceModel(bert(), metrics=[], use_logits=True)
-    # transformers looks into every mask, and waits for it.
-    loader = torch.utils.data.DataLoader(BatchDataset(64), batch_size=8, pin_memory=True, collate_fn=without_mask)
+    # transformers looks into every mask, and waits for it. Unpadding has counted tokens on the host.
+    loader = torch.utils.data.DataLoader(
+        BatchDataset(64), batch_size=8, pin_memory=True, collate_fn=None if unpadded else without_mask
+    )
+    more = [Unpadding(), LastLayerSubset()] if unpadded else []
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     trainer = make_trainer(
-        [SyncFreeLoop(delayed_loss)], model=model, optimizer=optimizer, train_dataloader=loader, device="gpu",
+        [SyncFreeLoop(delayed_loss), *more], model=model, optimizer=optimizer, train_dataloader=loader, device="gpu",
         precision="amp_bf16", callbacks=[Count()],
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:

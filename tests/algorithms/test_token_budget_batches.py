@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
@@ -9,6 +11,7 @@ from test_length_grouped_batches import Indexed, train
 from torch.utils.data import DataLoader
 
 from composer_speedups import TokenBudgetBatches, apply_token_budget_batches
+from composer_speedups.batching import TokenBudgetSampler, sample_lengths
 
 
 def test_equal_tokens_every_sample_once_and_no_warning(make_trainer) -> None:
@@ -66,6 +69,49 @@ def test_every_sample_weighs_the_same(make_trainer, weighting: str, microbatch: 
     # float64 throughout but for Composer's float32 accumulator of the loss, through which the gradient 1.0 passes,
     # and its factor of a microbatch: a few times 6e-8. Batches weighed alike are off by percents.
     assert worst < 1e-6 if weighting == "sample" else worst > 1e-2
+
+
+def weights_of_samples(algorithm: TokenBudgetBatches, ranks: int, token_labels: bool) -> list[list[list[float]]]:
+    """By batch and rank, the weights of its samples in the gradient of an epoch, under Composer's DDP."""
+    lengths = sample_lengths(Indexed())
+    samplers = [
+        TokenBudgetSampler(Indexed(), lengths, tokens=150, seed=3, num_replicas=ranks, rank=rank)
+        for rank in range(ranks)
+    ]
+    found = []
+    for step, batch in enumerate(samplers[0].batches()):
+        counts, weights = [len(share) for share in batch], []
+        for rank, count in enumerate(counts):
+            algorithm._epoch = -1  # the algorithm of another rank
+            loss = torch.ones((), requires_grad=True)
+            state = SimpleNamespace(
+                dataloader=SimpleNamespace(batch_sampler=samplers[rank]),
+                timestamp=SimpleNamespace(batch_in_epoch=step),
+                batch={"labels": torch.zeros(count, 9, dtype=torch.long) if token_labels else torch.zeros(count)},
+                loss=loss * 1,
+            )
+            algorithm._weigh(state)
+            # Composer weighs a rank's mean by its samples over the ranks' mean number; DDP takes the mean over ranks.
+            (state.loss * count / (sum(counts) / ranks) / ranks).backward()
+            weights.append([float(loss.grad) if token_labels else float(loss.grad) / count] * count)
+        found.append(weights)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_sample_weighs_the_same_on_several_ranks(ranks: int) -> None:
+    batches = weights_of_samples(TokenBudgetBatches(150), ranks, token_labels=False)
+    weights = torch.tensor([weight for batch in batches for share in batch for weight in share])
+    assert len(weights) == len(Indexed()) and len({len(share) for batch in batches for share in batch}) > 1
+    torch.testing.assert_close(weights / len(batches), torch.full_like(weights, 1 / len(weights)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_with_one_label_a_token_ranks_weigh_the_same(ranks: int) -> None:
+    """They hold equally many tokens, and Composer would weigh them by their samples."""
+    batches = weights_of_samples(TokenBudgetBatches(150), ranks, token_labels=True)
+    assert any(len({len(share) for share in batch}) > 1 for batch in batches)
+    assert all(share[0] == pytest.approx(1 / ranks) for batch in batches for share in batch)
 
 
 def test_logged_loss_is_the_batchs_mean(make_trainer) -> None:

@@ -189,6 +189,32 @@ def test_compiled(family: str, head: str, scope: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "head"), KINDS)
+def test_as_near_to_float64_as_the_padded_model(family: str, head: str, dtype: torch.dtype, device: str) -> None:
+    if (device, dtype) == ("cpu", torch.float16):
+        pytest.skip("fp16 is for GPUs")
+    exact, inputs, found = make(family, head), labelled(family, head), []
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.div_(3)  # in 16 bits larger logits are all rounding
+    for kind in ("exact", "padded", "unpadded"):
+        model = copy.deepcopy(exact) if kind == "exact" else copy.deepcopy(exact).float().to(device)
+        if kind == "unpadded":
+            assert apply_unpadding(model) == 2
+        at = {name: x.to(next(model.parameters()).device) for name, x in inputs.items()}
+        with torch.autocast(device, dtype, enabled=kind != "exact" and dtype != torch.float32):
+            seen = visible(model(**at), head, at["attention_mask"])
+        seen.double().sin().sum().backward()
+        gradients = [p.grad.double().cpu().flatten() for p in model.parameters() if p.grad is not None]
+        found.append((seen.detach().double().cpu(), torch.cat(gradients)))
+    for expected, padded, unpadded in zip(*found, strict=True):
+        allowed, error = (padded - expected).norm(), (unpadded - expected).norm()
+        assert allowed < 0.1 * expected.norm(), "the padded model itself is off: this would see nothing"
+        # As many roundings, in another order; 1e-6: where the padded model happens to be exact in float32.
+        assert error <= 2 * allowed + 1e-6 * expected.norm()
+
+
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])
 def test_answers_compete_with_no_padding_but_the_heads_bias(family: str) -> None:
     """transformers takes the softmax over padding, too: there the unpadded logits are the bias, whatever the ids."""
