@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from composer_speedups import registry
-from composer_speedups.errors import RecipeError, UserError
+from composer_speedups.errors import ConflictError, RecipeError, UserError
 from composer_speedups.recipe_merge import SECTIONS, merge, normalised, override_all
 from composer_speedups.recipe_schema import LOGGERS, RecipeFields, SuiteFields, explain, nearest
 from composer_speedups.recipe_yaml import Item, Where, dump, read_file, show
@@ -389,9 +389,16 @@ def _check_names(recipe: Recipe) -> None:
                 raise RecipeError(f"{recipe.where(section, name)}: unknown {SECTIONS[section]} {show(name)}. {hint}")
 
 
-def check_speedups(recipe: Recipe) -> None:
-    """Every argument must be right, and no two speed-ups may fill one slot."""
-    taken: dict[str, str] = {}
+def check_speedups(recipe: Recipe) -> list[SpeedUp]:
+    """The speed-ups, newly built: every argument must be right, and no two may fill one slot.
+
+    Raises:
+        RecipeError: an argument is wrong.
+        ConflictError: two contradict each other.
+    """
+    from composer_speedups.speedup import conflict  # imports Composer
+
+    built = []
     for key, arguments in recipe.speedups.items():
         where = recipe.where("speedups", key)
         try:
@@ -399,16 +406,16 @@ def check_speedups(recipe: Recipe) -> None:
                 where = recipe.where("speedups", key, name)
                 registry.check_arguments(key, {name: value})
             where = recipe.where("speedups", key)
-            speedup = registry.build(key, **arguments)
+            built.append(registry.build(key, **arguments))
         except UserError as error:
             raise RecipeError(f"{where}: {error}") from None
-        for place in sorted({key, speedup.slot or key}):
-            other = taken.setdefault(place, key)
-            if other != key:
-                raise RecipeError(
-                    f"{where}: {other} ({recipe.where('speedups', other)}) and {key} contradict each other: both set "
-                    f"the {place}. Keep one; {other}: null removes an inherited one"
-                )
+    if clash := conflict(built):
+        other, key, place = clash[0].key(), clash[1].key(), clash[2]
+        raise ConflictError(
+            f"{recipe.where('speedups', key)}: {other} ({recipe.where('speedups', other)}) and {key} contradict each "
+            f"other: both set the {place}. Keep one; {other}: null removes an inherited one"
+        )
+    return built
 
 
 def _suite_variants(item: Item) -> dict[str, Item]:

@@ -24,7 +24,7 @@ from composer.loggers import Logger
 
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 
-__all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination"]
+__all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination", "conflict"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -163,19 +163,24 @@ def algorithm_passes(algorithms: Sequence[Algorithm], event: Event) -> Sequence[
 
 def check_combination(algorithms: Sequence[Algorithm]) -> None:
     """Raise `ConflictError` if a speed-up is listed twice, or two fill the same slot."""
+    clash = conflict([algorithm for algorithm in algorithms if isinstance(algorithm, SpeedUp)])
+    if clash is None:
+        return
+    one, other, place = clash
+    if one.key() == other.key():
+        raise ConflictError(f"{one.key()} is listed twice: {one!r} and {other!r}. Keep one.")
+    raise ConflictError(f"{one.key()} and {other.key()} contradict each other: both set the {place}. Keep one of them.")
+
+
+def conflict(speedups: Sequence[SpeedUp]) -> tuple[SpeedUp, SpeedUp, str] | None:
+    """The first two that cannot be used together, and what both would set; None if there are no such two."""
     taken: dict[str, SpeedUp] = {}
-    for algorithm in algorithms:
-        if not isinstance(algorithm, SpeedUp):
-            continue
-        for place in {algorithm.key(), algorithm.slot or algorithm.key()}:
-            other = taken.setdefault(place, algorithm)
-            if other is algorithm:
-                continue
-            if other.key() == algorithm.key():
-                raise ConflictError(f"{algorithm.key()} is listed twice: {other!r} and {algorithm!r}. Keep one.")
-            raise ConflictError(
-                f"{other.key()} and {algorithm.key()} contradict each other: both set the {place}. Keep one of them."
-            )
+    for speedup in speedups:
+        for place in sorted({speedup.key(), speedup.slot or speedup.key()}):
+            other = taken.setdefault(place, speedup)
+            if other is not speedup:
+                return other, speedup, place
+    return None
 
 
 def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:

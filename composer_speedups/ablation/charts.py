@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from composer_speedups.ablation.drawing import PARTS, SERIES, Drawing, ticks
+from composer_speedups.ablation.labels import Labels
 from composer_speedups.ablation.store import Run
 from composer_speedups.ablation.tables import flaw, short_names
 
@@ -140,35 +141,17 @@ def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | No
         stairs += [(corner[0], level), corner]
     if stairs:
         drawing.line(stairs, "fast", 1.5, (5, 3), hint="no recipe is faster with less memory")
-    taken: list[tuple[float, float, float, float]] = [(x(m) - 6, y(s) - 6, x(m) + 6, y(s) + 6) for m, s in points]
-    for row, point in zip(shown, points, strict=True):
-        px, py, name = x(point[0]), y(point[1]), names[row["recipe"]]
+    places = [(x(memory), y(speed)) for memory, speed in points]
+    labels = Labels(places, stairs, frame=(56, 0, 458, 302))
+    for row, point, place in zip(shown, points, places, strict=True):
+        name = names[row["recipe"]]
         hint = f"{name}: {point[1]:.4g} samples/s, {point[0]:,.0f} MB"
-        drawing.dot(px, py, 5, "fast" if point in best else "same", hint, hollow=point not in best)
-        width = _LETTER * len(name)
-        places = [(px + 9, py + 4), (px - 9 - width, py + 4)]
-        places += [(px - width / 2, py + d) for d in (-10, 19)]
-        places += [(px + side, py + d) for d in (-9, 17, -22, 30, -35, 43) for side in (7, -7 - width)]
-        best_place: tuple[float, float, float, tuple[float, float, float, float]] | None = None
-        for order, (tx, ty) in enumerate(places):
-            box = (tx - 3, ty - 11, tx + width + 3, ty + 3)
-            inside = box[0] > 56 and box[2] < 458 and box[1] > 0 and box[3] < 302
-            if not inside or any(_overlap(box, other) for other in taken):
-                continue
-            # A name that lies nearer to another point would be read as that one's.
-            own = _distance(box, (px, py))
-            nearest = min((_distance(box, (x(m), y(s))) for m, s in points if (m, s) != point), default=math.inf)
-            cost = order + (30 if nearest <= own else 0) + 8 * sum(_crosses(box, pair) for pair in pairwise(stairs))
-            if best_place is None or cost < best_place[0]:
-                best_place = (cost, tx, ty, box)
-        if best_place is not None:
-            box = best_place[3]
-            taken.append(box)
-            if _distance(box, (px, py)) > 12:  # a name that found no place beside its point is tied to it
-                end = (min(max(px, box[0]), box[2]), min(max(py, box[1]), box[3]))
-                part = 5 / math.dist((px, py), end)  # from the point's edge
-                drawing.line([(px + part * (end[0] - px), py + part * (end[1] - py)), end], "soft", 0.8)
-            drawing.text(best_place[1], best_place[2], name, size=12, halo=True)
+        drawing.dot(*place, 5, "fast" if point in best else "same", hint, hollow=point not in best)
+        if label := labels.place(place, _LETTER * len(name)):
+            start, tie = label
+            if tie:
+                drawing.line(tie, "soft", 0.8)
+            drawing.text(*start, name, size=12, halo=True)
     return drawing
 
 
@@ -350,21 +333,6 @@ def _curve(results: Sequence[Mapping[str, Any]], value: Callable[..., list[float
         return curve
     parts = [curve[n : n + size] for n in range(0, len(curve), size)]
     return [(statistics.mean(p[0] for p in part), statistics.median(p[1] for p in part)) for part in parts]
-
-
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
-def _distance(box: tuple[float, float, float, float], point: tuple[float, float]) -> float:
-    across = max(box[0] - point[0], 0.0, point[0] - box[2])
-    return math.hypot(across, max(box[1] - point[1], 0.0, point[1] - box[3]))
-
-
-def _crosses(box: tuple[float, float, float, float], line: tuple[tuple[float, float], tuple[float, float]]) -> bool:
-    """Whether a level or upright line runs through a box."""
-    (x0, y0), (x1, y1) = line
-    return _overlap(box, (min(x0, x1) - 1, min(y0, y1) - 1, max(x0, x1) + 1, max(y0, y1) + 1))
 
 
 def _cut(text: str, width: float) -> str:

@@ -71,7 +71,6 @@ class Isolation:
         preload: modules imported once and shared by all runs. They must start no thread and leave CUDA alone;
             where one does, each run gets a new interpreter instead.
         environment: variables set in every run.
-        shared: False: always a new interpreter for each run.
     """
 
     def __init__(
@@ -79,12 +78,11 @@ class Isolation:
         entry: str,
         preload: Sequence[str] = (),
         environment: dict[str, str] | None = None,
-        shared: bool = True,
     ) -> None:
         self.entry = entry
         self.preload = tuple(preload)
         self.environment = dict(environment or {})
-        self.shared = shared and sys.platform == "linux"  # forks of macOS frameworks crash
+        self.shared = sys.platform == "linux"  # forks of macOS frameworks crash
         self.note = "" if self.shared else "every run starts a new interpreter"
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from composer_speedups import hardware, registry
-from composer_speedups.errors import ConflictError, RecipeError, UserError
-
-if TYPE_CHECKING:
-    from composer_speedups.recipes import Recipe
+from composer_speedups import hardware
+from composer_speedups.errors import ConflictError, UserError
+from composer_speedups.recipes import check_speedups
 
 __all__ = ["PRELOAD", "survey", "train"]
 
@@ -51,10 +49,10 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     }
     for recipe in payload["recipes"]:
         try:
-            speedups = _build(recipe)
+            speedups = check_speedups(recipe)
         except ConflictError as error:
             if not payload.get("planned"):
-                return answer | {"error": f"{recipe.where('speedups')}: {error}"}
+                return answer | {"error": str(error)}
             answer["skip"][recipe.name] = str(error)
             continue
         except UserError as error:
@@ -89,17 +87,3 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         inspect=bool(payload.get("inspect")),
     )
     return result.as_dict()
-
-
-def _build(recipe: Recipe) -> Sequence[Any]:
-    """The recipe's speed-ups; a mistake in one is told with the place where it was written."""
-    from composer_speedups.speedup import check_combination
-
-    speedups = []
-    for key, arguments in recipe.speedups.items():
-        try:
-            speedups.append(registry.build(key, **arguments))
-        except UserError as error:
-            raise RecipeError(f"{recipe.where('speedups', key)}: {error}") from None
-    check_combination(speedups)
-    return speedups

@@ -44,8 +44,8 @@ class Answer:
     rejected: dict[str, str]
 
 
-def screening_rows(base: Recipe, candidates: Sequence[Candidate], first: SpeedUps) -> tuple[list[Recipe], str]:
-    """The plain recipe, the low precision that suits this machine, and each candidate on top of that; and its name.
+def screening_rows(base: Recipe, candidates: Sequence[Candidate], first: SpeedUps) -> list[Recipe]:
+    """The plain recipe, the low precision that suits this machine, and each candidate on top of that.
 
     Much of what helps in 16 bits does nothing in 32, and the other way round: a candidate is looked at where it would
     be used.
@@ -66,7 +66,7 @@ def screening_rows(base: Recipe, candidates: Sequence[Candidate], first: SpeedUp
         under = dict(base.speedups) if alone else on
         under = {k: v for k, v in under.items() if k != one["key"]} | {one["key"]: one["arguments"]}
         rows.append(made(base, f"{PLAIN if alone else name}+{one['name']}", under))
-    return rows, name
+    return rows
 
 
 def made(base: Recipe, name: str, speedups: SpeedUps, description: str = "") -> Recipe:

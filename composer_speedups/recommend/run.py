@@ -239,7 +239,7 @@ class _Work:
         if not rows:
             share = left * _SCREENING / (len(candidates) + 2)
             base = self._short(self.base, self._steps(share))
-            rows, _ = screening_rows(base, candidates, first)
+            rows = screening_rows(base, candidates, first)
         until = time.monotonic() + (self.end - time.monotonic()) * _SCREENING
         limit = float(round(max(20.0, (self.end - time.monotonic()) * _SCREENING / 3)))
         self.console.print("\n[bold]Screening[/]: one run of each")
