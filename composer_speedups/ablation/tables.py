@@ -195,14 +195,23 @@ def _without(full: str, measured: Sequence[tuple[str, Row]]) -> str:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names without the folder that all of them share.
+    """Names without the folder that all of them share, and what a plan made of one of them without its name.
 
     >>> short_names(["finetune/fp32", "finetune/fp16"])
     ['fp32', 'fp16']
+    >>> short_names(["cpu/fp32", "cpu/fp32+unpadding", "cpu/fp32+unpadding+fused_adamw"])
+    ['fp32', '+unpadding', '+unpadding+fused_adamw']
     """
     folders = {name.rpartition("/")[0] for name in names}
     cut = len(folders.pop()) + 1 if len(folders) == 1 and "/" in names[0] else 0
-    return [name[cut:] for name in names]
+    short = [name[cut:] for name in names]
+    made_of = {name: base for base in sorted(short, key=len, reverse=True) for name in short if _made(name, base)}
+    return [name.removeprefix(made_of[name]).lstrip(".") if name in made_of else name for name in short]
+
+
+def _made(name: str, base: str) -> bool:
+    """Whether a plan made the row `name` of the row `base`."""
+    return name.startswith((f"{base}+", f"{base}{WITHOUT}"))
 
 
 def marked_names(rows: Sequence[Row]) -> list[str]:
@@ -224,15 +233,15 @@ def notes(rows: Sequence[Row]) -> list[str]:
             label = f"{row['status']}: " if not row["seeds"] else "partly failed: " if row["failed"] else ""
             reasons.setdefault(f"{label}{row['reason'].removeprefix(f'{name}: ')}", []).append(name)
     lines = [f"{', '.join(who)} {reason}" for reason, who in reasons.items()]
+    judged = [row for row in rows if row["seeds"] and not row.get("baseline")]
+    verdicts: dict[str, list[str]] = {}
     for row, name in zip(rows, names, strict=True):
-        if row["speed_verdict"] == "no difference shown":
-            lines.append(
-                f"{name}: no difference in speed shown" + (f"; {row['speed_note']}" if row["speed_note"] else "")
-            )
-        if row["quality_verdict"] in ("unstable", "quality not shown to hold"):
-            lines.append(f"{name}: {row['quality_verdict']}: {row['quality_note']}")
-        elif row["quality_verdict"] == "not judged" and row["quality_note"] and len(row["seeds"]) > 1:
-            lines.append(f"{name}: quality not judged: {row['quality_note']}")
+        for text in _verdict_notes(row):
+            verdicts.setdefault(text, []).append(name)
+    for text, who in verdicts.items():
+        everybody = len(who) == len(judged) > 2
+        lines.append(f"{'all but the baseline' if everybody else ', '.join(who)}: {text}")
+    for row, name in zip(rows, names, strict=True):
         if row.get("interaction"):
             lines.append(row["interaction"]["text"])
         if row.get("no_effect"):
@@ -252,10 +261,21 @@ def notes(rows: Sequence[Row]) -> list[str]:
             f"† {count} run{'s' * (count > 1)} shared this machine with other work{_waiting(rows)}: {which}. "
             f"Such speeds are not the recipe's own; measure them again, into another --out"
         )
-    judged = [row for row in rows if row["seeds"] and not row.get("baseline")]
     if any(row["speed_verdict"] == "not judged" and len(row["seeds"]) == 1 for row in judged):
         lines.append("Stable ?, speed not judged: one seed tells nothing about the spread; run 3 or more (--seeds 3)")
     return lines
+
+
+def _verdict_notes(row: Row) -> list[str]:
+    """What is to be said of a row's speed and quality beyond the verdicts' names."""
+    found = []
+    if row["speed_verdict"] == "no difference shown":
+        found.append("no difference in speed shown" + (f"; {row['speed_note']}" if row["speed_note"] else ""))
+    if row["quality_verdict"] in ("unstable", "quality not shown to hold"):
+        found.append(f"{row['quality_verdict']}: {row['quality_note']}")
+    elif row["quality_verdict"] == "not judged" and row["quality_note"] and len(row["seeds"]) > 1:
+        found.append(f"quality not judged: {row['quality_note']}")
+    return found
 
 
 def _held(rows: Sequence[tuple[str, Row]]) -> str:
