@@ -409,7 +409,7 @@ class TestTrainer:
             trainer.fit()
             trained.append(model)
         for p, q, before in zip(*(model.parameters() for model in (*trained, stock)), strict=True):
-            moved = (p - before).abs().max()  # float32 gradients, summed in another order, of 8 steps
+            moved = (p - before).detach().abs().max()  # float32 gradients, summed in another order, of 8 steps
             torch.testing.assert_close(q, p, rtol=0, atol=float(1e-3 * moved + 1e-6))
 
     def test_trains_as_the_padded_model(self, tiny_bert, make_trainer) -> None:
