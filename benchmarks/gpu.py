@@ -5,7 +5,7 @@
 (Eleven files; a lent machine gives eight back, hence the archive, also when a test has failed. A machine without a
 package index: requirements/offline.txt.) Then, with what time is left, more repetitions of what decides:
 
-    python -m benchmarks.gpu --parts training --minutes 9 --out more --only finetune/fp32 finetune/fastest AMP best
+    PYTHONUNBUFFERED=1 python -m benchmarks.gpu --parts training --first 6 --minutes 9 --out more
 
 First the numerics of every CUDA path (the tests marked `gpu`: Triton kernels and variable-length attention against
 float64, loss scaling, bitsandbytes, synchronisations, compile), as what is wrong need not be measured. Then each kernel
@@ -31,7 +31,7 @@ from pathlib import Path
 
 from benchmarks import limits, peers
 from benchmarks.harness import new_folder
-from composer_speedups.hardware import hardware
+from composer_speedups.hardware import hardware, suite_section
 
 PARTS = ("tests", "limits", "training")
 _TESTS = 180  # seconds that the tests may take
@@ -46,11 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=30 if hardware() == "cuda" else 2, help="that count")
     parser.add_argument("--workers", type=int, default=8, help="processes for the tests (default: 8)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="to do (default: all)")
-    parser.add_argument("--only", nargs="+", default=(), help="training: parts of the names of the entries to measure")
+    parser.add_argument("--first", type=int, help="training: so many entries, in order of what they decide")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args(arguments)
-    if options.minutes <= 0 or options.batches < 1 or options.workers < 1:
-        parser.error("--minutes, --batches and --workers must be positive")
+    if options.minutes <= 0 or min(options.batches, options.workers, options.first or 1) < 1:
+        parser.error("--minutes, --batches, --workers and --first must be positive")
     deadline = time.monotonic() + 60 * options.minutes
     if hardware() != "cuda":
         print("no GPU here: a rehearsal on the CPU, whose numbers are the CPU's")
@@ -63,8 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     if "training" in options.parts:
         # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
         folder = new_folder("peers", options.out / "peers")
-        print(peers.run(folder, 100, options.batches, deadline - 30, tuple(options.only)))
-    words = "all passed" if passed else "tests or limits FAILED"
+        first = tuple(peers.ENTRIES[suite_section()])[: options.first]
+        print(peers.run(folder, 100, options.batches, deadline - 30, first))
+    words = "no test was asked for" if "tests" not in options.parts else "all passed"
+    words = words if passed else "tests or limits FAILED"
     print(f"done with {deadline - time.monotonic():.0f} s left; {words}")
     return 0 if passed else 1
 

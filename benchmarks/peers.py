@@ -115,7 +115,8 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
     """Measure into `folder`; return the table."""
     section = suite_section()
     entries = ENTRIES[section]
-    chosen = {name: entry for name, entry in entries.items() if not only or any(part in name for part in only)}
+    parts = [part for part in only if part not in entries]  # a whole name is that entry's alone
+    chosen = {n: entry for n, entry in entries.items() if not only or n in only or any(part in n for part in parts)}
     if not chosen:
         raise SystemExit(f"error: --only {' '.join(only)}: no such entry. There are: {', '.join(entries)}")
     precision = "fp32" if section == "cpu_without_bf16" else "bf16"

@@ -83,7 +83,7 @@ def ablate(
         name = f"{name}-{plan}" if plan else name
         name += "-equal-batch" if equal_batch else ""
     elif baseline:
-        chosen = find_baseline(baseline, [r.name for r in recipes])
+        chosen = find_baseline(baseline, recipes, overrides_in(what))
     check_trainings(recipes, chosen, console)
     folder = out if out is not None else Path("runs") / name
     stop_on_termination()

@@ -1,4 +1,4 @@
-"""What the control group of this process, a container's say, may take of memory and has taken.
+"""What the control group of this process, a container's say, may take of memory and cores and has taken.
 
 Linux has two forms of these files, "v1" and "v2". Where there are none, everything here is None.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["memory_limit", "memory_used", "oom_kills"]
+__all__ = ["memory_limit", "memory_used", "oom_kills", "throttled_seconds"]
 
 _V2 = Path("/sys/fs/cgroup")
 _V1 = Path("/sys/fs/cgroup/memory")
@@ -32,6 +32,14 @@ def oom_kills() -> int | None:
     """How many of its processes the kernel has killed for lack of memory so far."""
     kills = _field(_V2 / "memory.events", "oom_kill")
     return kills if kills is not None else _field(_V1 / "memory.oom_control", "oom_kill")
+
+
+def throttled_seconds() -> float:
+    """For how long its processes, on all cores together, had to wait because they had used up its share of cores."""
+    microseconds = _field(_V2 / "cpu.stat", "throttled_usec")
+    if microseconds is not None:
+        return microseconds / 1e6
+    return (_field(_V1.parent / "cpu" / "cpu.stat", "throttled_time") or 0) / 1e9
 
 
 def _number(path: Path) -> int | None:

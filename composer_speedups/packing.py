@@ -3,7 +3,8 @@
 `Packing` tells it. What it needs on the host, how many tokens each row has, is counted while the batch is still there
 (`count_on_host`): on the device, counting would wait for all that is queued. The counts travel in the batch as a list
 of ints, which Composer neither moves to the device nor fails to split into microbatches; `hand_over` takes them out
-again and ties them to the attention mask itself, so that they cannot be read with another one.
+again and ties them to the attention mask itself, so that they are not read with a later one. In between, on a GPU, a
+`DataSpec`'s `microbatch_transforms` must leave the mask's rows as they were.
 """
 
 from __future__ import annotations
@@ -123,12 +124,15 @@ def count_on_host(batch: Any) -> bool:
 
 
 def hand_over(batch: Any) -> bool:
-    """Take the counts out of `batch` and tie them to its attention mask; whether there were any."""
+    """Take the counts out of `batch` and tie them to its attention mask; whether there were any.
+
+    Whatever has changed the mask since they were made is only seen where it is on the host, and can be counted again.
+    """
     counts = batch.pop(COUNTS, None) if isinstance(batch, MutableMapping) else None
     mask = _mask(batch)
     if counts is None or mask is None:
         return False
-    tie_counts(mask, counts)
+    tie_counts(mask, count_tokens(mask) if mask.device.type == "cpu" else counts)
     return True
 
 

@@ -313,7 +313,7 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
         flops = model_flops(trainer._original_model.model, real, squares, predicted, local)
         result.model_flops_per_second = world * flops / spent
     for name, metric in (state.eval_metrics.get("eval") or {}).items():
-        if not metric.update_called:  # stopped before any evaluation
+        if not metric.update_called or measurement.gave_up or measurement.interrupted:  # of an earlier step, if any
             continue
         value = float(metric.compute())
         if "Accuracy" in name:

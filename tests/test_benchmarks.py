@@ -17,6 +17,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks import compiling, contenders, gpu, growth, harness, limits, peers  # noqa: E402
 from composer_speedups import registry  # noqa: E402
+from composer_speedups.hardware import suite_section  # noqa: E402
 from composer_speedups.recipes import load_recipe  # noqa: E402
 from composer_speedups.tasks import build_model, build_task  # noqa: E402
 
@@ -254,13 +255,20 @@ def test_what_fails_in_the_kernels_costs_the_training_runs_nothing(
     assert "ValueError: a kernel is wrong" in text.err
 
 
+def test_what_decides_on_a_gpu_comes_first() -> None:
+    first = list(peers.ENTRIES["cuda"])[:6]
+    assert first[:2] == ["ours: finetune/fp32 (TF32 off)", "ours: finetune/fastest"]
+    assert sum("best" in name for name in first) == 3, "all peers at their best"
+
+
 def test_a_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(gpu, "_test", lambda *_: False)
     monkeypatch.setattr(gpu.limits, "run", lambda *_: 1 / 0)
     monkeypatch.setattr(gpu.peers, "run", lambda *arguments: str(asked.append(arguments[-1])))
-    assert gpu.main(["--parts", "training", "--only", "best", "mlm/", "--out", str(tmp_path)]) == 0
-    assert asked == [("best", "mlm/")] and "all passed" in capsys.readouterr().out
+    assert gpu.main(["--parts", "training", "--first", "3", "--out", str(tmp_path)]) == 0
+    assert asked == [tuple(peers.ENTRIES[suite_section()])[:3]]
+    assert "no test was asked for" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         gpu.main(["--parts", "trainings", "--out", str(tmp_path)])
     assert "invalid choice: 'trainings'" in capsys.readouterr().err

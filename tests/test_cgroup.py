@@ -40,3 +40,14 @@ def test_no_limit_and_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert read({}, 3, tmp_path, monkeypatch) == (None, None, None)
     odd = {"memory.events": "\nodd\noom_kill\n", "memory.max": "", "memory.current": "x"}
     assert read(odd, 2, tmp_path, monkeypatch) == (None, None, None)
+
+
+def test_throttling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "cpu").mkdir()
+    monkeypatch.setattr(cgroup, "_V1", tmp_path / "memory")
+    monkeypatch.setattr(cgroup, "_V2", tmp_path)
+    assert cgroup.throttled_seconds() == 0
+    (tmp_path / "cpu" / "cpu.stat").write_text("nr_throttled 4\nthrottled_time 2500000000\n")
+    assert cgroup.throttled_seconds() == 2.5
+    (tmp_path / "cpu.stat").write_text("usage_usec 9\nthrottled_usec 1500000\n")
+    assert cgroup.throttled_seconds() == 1.5

@@ -1,9 +1,10 @@
 """Whether other work on the machine, a build or a browser, had the cores that a run wanted, and for how long.
 
 A thread that is ready and has no core waits, and Linux counts for how long (`schedstat`). Not all of it is others'
-doing: a run with more threads than cores makes itself wait. So waiting counts only as far as processes outside of the
-run used the cores meanwhile; what the hypervisor gave to another virtual machine ("steal") comes on top. Not seen:
-others' use of the memory's bandwidth and of a GPU, and the waiting of a run's own helpers (data loaders, compilers).
+doing: a run with more threads than cores makes itself wait, and so does a container that has used up its share. So
+waiting counts only as far as processes outside of the run used its cores meanwhile; what the hypervisor gave to another
+virtual machine ("steal") comes on top. Not seen: others' use of the memory's bandwidth and of a GPU, and the waiting of
+a run's own helpers (data loaders, compilers).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from composer_speedups import cgroup
+
 __all__ = ["NOTABLE", "Contention"]
 
 NOTABLE = 0.1  # a run alone on a machine of two cores, its display beside it, stays below 0.03
@@ -21,7 +24,8 @@ _LEAST = 1.0  # seconds: less is no loss to speak of, whatever its share in a ru
 
 @dataclass
 class _Seconds:
-    """Since their counters began: waited and used by the run's threads and their children; used by all; stolen."""
+    """Since their counters began: for which its threads waited, and it and its children computed; of its cores, those
+    that all processes had, and those stolen."""
 
     waited: float
     own: float
@@ -57,11 +61,12 @@ def _seconds() -> _Seconds | None:
         waited = sum(_waited(task) for task in os.listdir("/proc/self/task"))
         process = psutil.Process()
         own = sum(_used(one) for one in (process, *process.children(recursive=True)))
-        machine = psutil.cpu_times()
-    except (OSError, ValueError, psutil.Error):
+        cores = psutil.cpu_times(percpu=True)
+        cores = [cores[number] for number in os.sched_getaffinity(0)]
+    except (OSError, ValueError, IndexError, psutil.Error):
         return None
-    busy = machine.user + machine.nice + machine.system + machine.irq + machine.softirq
-    return _Seconds(waited, own, busy, machine.steal)
+    busy = sum(core.user + core.nice + core.system + core.irq + core.softirq for core in cores)
+    return _Seconds(waited - cgroup.throttled_seconds(), own, busy, sum(core.steal for core in cores))
 
 
 def _waited(task: str) -> float:

@@ -47,10 +47,10 @@ def plan_rows(
     names = [recipe.name for recipe in recipes]
     if baseline and baseline not in names and not any(n.endswith(f"/{baseline}") for n in names):
         base = _outside(baseline, overrides)
-        if base.name in names:  # one of them, given by its file
-            base = recipes[names.index(base.name)]
+        if base.name in names:
+            base = _same(base, recipes)
     elif baseline or len(recipes) > 1:
-        wanted = find_baseline(baseline, names) if baseline else default
+        wanted = find_baseline(baseline, recipes, overrides) if baseline else default
         base = recipes[names.index(wanted)]
     else:
         base = root(recipes[0])
@@ -110,18 +110,25 @@ def _is_suite_file(name: str) -> bool:
     return any(isinstance(section, dict) and "recipes" in section for section in sections)
 
 
-def find_baseline(asked: str, names: list[str]) -> str:
-    """The one of `names` that is meant: by its name, the last part of it, or its file."""
-    if asked not in names and Path(asked).is_file():
-        from composer_speedups.recipes import load_recipe
-
-        asked = load_recipe(asked, check_arguments=False).name
+def find_baseline(asked: str, recipes: list[Recipe], overrides: list[str]) -> str:
+    """The name of the one that is meant: by its name, the last part of it, or its file."""
+    names = [recipe.name for recipe in recipes]
     if asked in names:
         return asked
+    if Path(asked).is_file() and (base := _outside(asked, overrides)).name in names:
+        return _same(base, recipes).name
     ends = [n for n in names if n.rpartition("/")[2] == asked]
     if len(ends) != 1:
         raise RecipeError(f"the baseline {asked!r} is none of the recipes: {', '.join(names)}")
     return ends[0]
+
+
+def _same(base: Recipe, recipes: list[Recipe]) -> Recipe:
+    """The row that a baseline given by its file is."""
+    row = next(recipe for recipe in recipes if recipe.name == base.name)
+    if row.to_dict() != base.to_dict():
+        raise RecipeError(f"two files make a recipe called {base.name}: give one of them a name: of its own")
+    return row
 
 
 def _outside(baseline: str, overrides: list[str]) -> Recipe:

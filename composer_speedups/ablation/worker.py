@@ -51,7 +51,7 @@ def main(descriptor: int, preload: list[str]) -> None:
         for name in preload:
             importlib.import_module(name)
     except BaseException:
-        _send(connection, {"error": traceback.format_exc()[-MESSAGE_LIMIT // 2 :]})
+        _send(connection, {"error": traceback.format_exc()[-MESSAGE_LIMIT // 8 :]})
         return
     for name, value in (("OPENBLAS_NUM_THREADS", threads), ("PYTORCH_NVML_BASED_CUDA_CHECK", nvml)):
         if value is None:

@@ -15,10 +15,10 @@ leaves 15 % of the logits, little of both is left to save; they go together. Und
 fuses the stock loss itself, which is then used.
 
 **Needs.** A CUDA device and Triton; a Hugging Face `...ForMaskedLM`, or a `...ForCausalLM` or `...LMHeadModel` that
-shifts its labels by transformers' `loss_function` (not BART's or XLNet's, which take them shifted), with the stock
-`forward`, and labels given by name. `reuse_logits=True` writes the gradient over the logits, which saves the last large
-tensor, too: after backward `logits` are none, so a model with train metrics is refused then. In a function of
-your own, apply it before `apply_masked_token_head`.
+shifts its labels by transformers' `loss_function` (BART and XLNet do not, nor Mamba in transformers 4), with the
+stock `forward`, and labels given by name. `reuse_logits=True` writes the gradient over the logits, which saves the
+last large tensor, too: after backward `logits` are none, so a model with train metrics is refused then. In a function
+of your own, apply it before `apply_masked_token_head`.
 
 Source: the idea of Liger-Kernel's cross entropy, https://arxiv.org/abs/2410.10989, which writes the gradient in
 forward; online softmax, https://arxiv.org/abs/1805.02867.
@@ -94,7 +94,7 @@ class FusedCrossEntropy(SpeedUp):
         if self.reuse_logits and metrics is not None and metrics(is_train=True):
             raise SpeedUpUnavailable(f"{self!r}: train metrics need the logits. Leave reuse_logits out, or the metrics")
         count = apply_fused_cross_entropy(state.model, self.reuse_logits)
-        self.report(logger, count, "no Hugging Face language model (...ForMaskedLM, ...ForCausalLM, ...LMHeadModel)")
+        self.report(logger, count, "no Hugging Face language model whose forward and loss are known (see the card)")
 
 
 def _has_known_loss(model: PreTrainedModel) -> bool:

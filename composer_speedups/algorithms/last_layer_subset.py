@@ -12,8 +12,9 @@ width on keys and values: about ten twelfths of the last layer go.
 **Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT or ELECTRA with
 transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM, token
 classification, question answering) and bare encoders have nothing to leave out: the report says so.
-`output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself; while
-the classifier runs, its `last_hidden_state` is [rows, 1, width]. Goes together with `Unpadding`.
+`output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself (but not
+with gradient checkpointing and gradients); while the classifier runs, its `last_hidden_state` is [rows, 1, width]. Goes
+together with `Unpadding`.
 
 Source: computing the last layer for [CLS] alone, as in several BERT inference servers.
 """
@@ -49,7 +50,7 @@ def apply_last_layer_subset(model: torch.nn.Module) -> int:
     owners = [(m, encoder) for m in model.modules() if (encoder := _encoder(m)) is not None]
     for owner, encoder in owners:
         mix_in(_Owner, owner)
-        mix_in(_Base, owner.base_model)
+        mix_in(_Stack, encoder)
         mix_in(_FirstOnly, encoder.layer[-1])
     return len(owners)
 
@@ -71,7 +72,8 @@ class LastLayerSubset(SpeedUp):
         self.report(
             logger,
             count,
-            f"no sequence classifier of {', '.join(BERT_LIKE)} in the model; other heads read every token",
+            f"no sequence classifier of {', '.join(BERT_LIKE)} with transformers' own forward in the model; other "
+            "heads read every token",
         )
 
 
@@ -100,28 +102,29 @@ class _Owner:
         asked = (kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
         default = (self.config.output_hidden_states, self.config.output_attentions)
         whole = any(d if a is None else a for a, d in zip(asked, default, strict=True))
-        self.base_model.asked_for_first = not whole and len(args) <= _IDS  # positional extras could be either of them
+        stack = self.base_model.encoder
+        stack.asked_for_first = not whole and len(args) <= _IDS  # positional extras could be either of them
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self.base_model.asked_for_first = False
+            stack.asked_for_first = False
 
 
 _IDS = 4  # input_ids, attention_mask, token_type_ids, position_ids
 
 
-class _Base:
-    """Mixed into the encoder with its embeddings: called by anybody but the classifier, it computes all tokens."""
+class _Stack:
+    """Mixed into the stack of layers: called on anybody's behalf but the classifier's, it computes all tokens."""
 
     asked_for_first = False
 
     def forward(self, *args: Any, **kwargs: Any):
-        self.tell_last_layer()
-        return super().forward(*args, **kwargs)
-
-    def tell_last_layer(self) -> None:
-        """What the layer is told holds when the call is over, too: checkpointing runs it again."""
-        self.encoder.layer[-1].first_only = self.asked_for_first
+        layer, asked = self.layer[-1], self.asked_for_first
+        before, layer.first_only = layer.first_only, asked
+        try:
+            return super().forward(*args, **kwargs)
+        finally:  # what the classifier asked for holds when its call is over: checkpointing runs the layer again
+            layer.first_only = asked or before
 
 
 class _FirstOnly:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Event, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
-from composer.utils import ensure_tuple
 
 from composer_speedups import inductor_cpp
 from composer_speedups.arguments import check_choice
@@ -128,6 +126,7 @@ class TorchCompile(SpeedUp):
         self.cache_dir = cache_dir
         self._since = CompileCounters()
         self._warned = False
+        self._microbatches = 0  # of this batch
 
     def unavailable(self, device: torch.device) -> str | None:
         return missing_tools(device) if self.backend == "inductor" else None
@@ -145,9 +144,15 @@ class TorchCompile(SpeedUp):
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event in (Event.FIT_START, Event.EVAL_STANDALONE_START):
             _refuse_compile_config(state.model)
+            micro, batch = state.device_train_microbatch_size, getattr(state.train_dataloader, "batch_size", None)
+            if event is Event.FIT_START and None not in (micro, batch) and micro < batch:
+                _refuse_microbatches(self, state)
         elif event is Event.BEFORE_TRAIN_BATCH:
-            _refuse_microbatches(self, state)
+            self._microbatches = 0
         elif event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD):
+            self._microbatches += event is Event.BEFORE_FORWARD
+            if self._microbatches > 1:  # of a loader without a batch size, or found by trying: known only now
+                _refuse_microbatches(self, state)
             if self.mode is not None and "cuda" in state.device._device.type:
                 # CUDA graphs write into the same memory again: say that the last step's outputs are done with.
                 torch.compiler.cudagraph_mark_step_begin()
@@ -197,14 +202,11 @@ def _refuse_microbatches(algorithm: TorchCompile, state: State) -> None:
     """CUDA graphs keep gradients in memory that the next microbatch writes over, before the optimizer has seen them."""
     if algorithm.mode not in _GRAPHS or algorithm.backend != "inductor" or "cuda" not in state.device._device.type:
         return
-    tensors = state.batch.values() if isinstance(state.batch, Mapping) else ensure_tuple(state.batch)
-    batch = max((len(x) for x in tensors if isinstance(x, torch.Tensor) and x.dim()), default=0)
-    micro = state.device_train_microbatch_size  # of a loader without a batch size, or found by trying, known only now
-    if micro is not None and micro < batch:
-        raise ConflictError(
-            f"mode={algorithm.mode!r} records CUDA graphs, whose gradients do not outlive a microbatch, and the batch "
-            f"of {batch} is cut into microbatches of {micro}. Leave out mode, or device_train_microbatch_size"
-        )
+    micro = state.device_train_microbatch_size
+    raise ConflictError(
+        f"mode={algorithm.mode!r} records CUDA graphs, whose gradients do not outlive a microbatch, and the batch is "
+        f"cut into microbatches of {micro}. Leave out mode, or device_train_microbatch_size"
+    )
 
 
 def _is_compiled(model: torch.nn.Module) -> bool:

@@ -22,7 +22,7 @@ have holes or be on the left; only where a head reads the first position, and th
 the stock forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks, `inputs_embeds`
 or masks that are not [rows, length], with a warning once for each reason. Question answering takes its softmax
 over padding, too, in transformers: there the logits are the head's bias.
-In a Trainer tokens are counted before the batch leaves the host; elsewhere, on CUDA, counting waits for the device.
+In a Trainer's `fit` and `eval` tokens are counted before the batch leaves the host; elsewhere, on CUDA, counting waits.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
 """
@@ -152,8 +152,6 @@ class _Unpadded:
     def forward(
         self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, *args: Any, **kwargs: Any
     ):
-        if hasattr(self, "tell_last_layer"):  # by LastLayerSubset, whose own forward may lie behind this one
-            self.tell_last_layer()
         packing = self._pack(input_ids, attention_mask, args, kwargs)
         if packing is None:
             return super().forward(input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs)
@@ -165,7 +163,7 @@ class _Unpadded:
             hidden = self.embeddings_project(hidden)
         hidden = self.encoder(hidden, attention_mask=packing)[0]
         pooler = getattr(self, "pooler", None)
-        if getattr(self.encoder.layer[-1], "first_only", False):  # by LastLayerSubset
+        if getattr(self.encoder, "asked_for_first", False):  # by LastLayerSubset
             first, padded = hidden, hidden[:, None]
         else:
             first, padded = None if pooler is None else packing.first(hidden), packing.pad(hidden)

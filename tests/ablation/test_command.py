@@ -153,6 +153,9 @@ def test_the_baseline_may_be_named_by_its_file(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(Path("out2/results.json").read_text())["study"]["baseline"] == "plain"
     Path("a/mine.yaml").write_text("extends: demo/fp32\n")
     capsys.readouterr()
+    for options in ([], ["--plan", "one-at-a-time"]):  # another file of the same name is not that row
+        assert main(["ablate", "b/mine.yaml", "--baseline", "a/mine.yaml", *options, "--out", "out4"]) == 2
+        assert "two files make a recipe called mine: give one of them a name:" in capsys.readouterr().err
     assert main(["ablate", "suite.yaml", "--out", "out3"]) == 2
     assert "suite.yaml:1: two files make a recipe called mine. Give one of them a name:" in capsys.readouterr().err
 

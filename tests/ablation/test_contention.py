@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,22 @@ def test_other_work_on_all_cores_is_seen():
             outcome = isolation.run(2.0)
     assert outcome.value == "done" and not outcome.overlapped
     assert 0.4 < outcome.waited < 1 and not outcome.alone, "two others on each core: it had a third of one"
+
+
+def test_only_the_cores_that_a_run_may_use_count(monkeypatch: pytest.MonkeyPatch):
+    """Four threads on one core wait for each other; whoever is busy on another core has no part in that."""
+    own, other = (
+        SimpleNamespace(user=u, nice=1.0, system=0.0, irq=0.0, softirq=0.0, steal=u / 10) for u in (20.0, 900.0)
+    )
+    monkeypatch.setattr(contention.psutil, "cpu_times", lambda percpu: [other, own])
+    monkeypatch.setattr(contention.os, "sched_getaffinity", lambda _: {1})
+    monkeypatch.setattr(contention.cgroup, "throttled_seconds", lambda: 3.0)
+    before = sum(contention._waited(task) for task in os.listdir("/proc/self/task"))
+    found = contention._seconds()
+    assert (found.all, found.stolen) == (21.0, 2.0)
+    assert before - 3.0 <= found.waited < before - 3.0 + 5.0, "waiting for a share of one's own is no others' doing"
+    monkeypatch.setattr(contention.os, "sched_getaffinity", lambda _: {5})
+    assert contention._seconds() is None, "cores that are not listed"
 
 
 def test_a_run_that_hardly_computes_loses_nothing():

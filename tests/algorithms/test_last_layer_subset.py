@@ -173,6 +173,30 @@ def test_the_encoder_by_itself_computes_all_tokens(unpadded: bool) -> None:
         fast(**inputs, labels=labels)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("order", ["alone", "before", "after"])
+def test_the_encoder_may_be_called_while_the_classifier_waits_for_its_backward(order: str, reentrant: bool) -> None:
+    stock, inputs = make().train(), batch()
+    fast = copy.deepcopy(stock)
+    if order == "after":
+        apply_unpadding(fast)
+    apply_last_layer_subset(fast)
+    if order == "before":
+        apply_unpadding(fast)
+    fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    expected, loss = stock(**inputs).loss, fast(**inputs).loss
+    fast.eval()
+    with torch.no_grad():
+        looked = {name: value for name, value in inputs.items() if name != "labels"}
+        assert fast.bert(**looked).last_hidden_state.shape[1] == 16
+        assert fast.bert.encoder(torch.zeros(2, 5, 32).double())[0].shape[1] == 5
+    fast.train()
+    expected.backward()
+    loss.backward()
+    for p, q in zip(stock.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+
+
 def test_works_inside_a_trainer(make_trainer) -> None:
     algorithms = [LastLayerSubset(), Unpadding()]
     make_trainer(algorithms).fit()

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
+from composer.core import Event
 from composer.models import ComposerClassifier, HuggingFaceModel
 from small import BatchDataset, bert_config, padded_batch
 
 from composer_speedups import TorchCompile, apply_torch_compile, registry
-from composer_speedups.algorithms import torch_compile as module
 from composer_speedups.compat import compile_counters
 from composer_speedups.compilation import compile_statistics
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
@@ -335,17 +335,25 @@ def test_inductor_on_a_gpu(make_trainer, scope: str, mode: str | None) -> None:
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize("micro", [None, 4, 8])
-@pytest.mark.parametrize(
-    "kind_of_batch",
-    [{"weight": torch.tensor(1.0), "ids": torch.zeros(8, 3), "counts": [1] * 8}, (torch.zeros(8, 3), torch.zeros(8))],
-    ids=["mapping", "tuple"],
-)
-def test_cuda_graphs_with_microbatches_are_refused(mode, kind: str, micro: int | None, kind_of_batch) -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["loader with a batch size", "loader without"])
+def test_cuda_graphs_with_microbatches_are_refused(mode, kind: str, micro: int | None, known: bool) -> None:
     state = SimpleNamespace(
+        model=torch.nn.Linear(1, 1),
         device=SimpleNamespace(_device=torch.device(kind)),
         device_train_microbatch_size=micro,
-        batch=kind_of_batch,
+        train_dataloader=SimpleNamespace(batch_size=8 if known else None),
     )
+    algorithm = TorchCompile(mode=mode)
+
+    def train() -> None:
+        algorithm.on_event(Event.FIT_START, state, None)
+        for _ in range(2):
+            algorithm.on_event(Event.BEFORE_TRAIN_BATCH, state, None)
+            for _ in range(8 // (micro or 8)):
+                algorithm.on_event(Event.BEFORE_FORWARD, state, None)
+            for _ in range(2):
+                algorithm.on_event(Event.EVAL_BEFORE_FORWARD, state, None)
+
     wrong = mode in ("reduce-overhead", "max-autotune") and kind == "cuda" and micro == 4
     with pytest.raises(ConflictError, match="microbatches of 4") if wrong else nullcontext():
-        module._refuse_microbatches(TorchCompile(mode=mode), state)
+        train()
