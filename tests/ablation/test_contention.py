@@ -111,4 +111,4 @@ def test_its_own_children_are_its_own():
     before = contention._seconds()
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"], check=True)
     after = contention._seconds()
-    assert after.own - before.own >= 1.0
+    assert after.own - before.own > 0.9  # both are counted in hundredths of a second
