@@ -103,7 +103,7 @@ def sentence(rows: Sequence[Row]) -> str:
         return (
             f"Too few seeds to judge: {names[best['recipe']]} measured highest, {best['speedup']:.2f} times "
             f"the baseline's speed; run 3 seeds or more (--seeds 3) to tell what is real."
-        )
+        ) + _beside_others(best, base)
     faster = [row for row in measured if row["speed_verdict"] == "faster"]
     # What did nothing, or did not always end well, is not to be recommended, however fast the rest of it was.
     fast = [row for row in faster if not flaw(row)]

@@ -112,6 +112,13 @@ def test_the_headline_names_no_row_with_a_flaw(flaw: str) -> None:
     assert ("best *" in markdown_table(rows)) == (flaw == "idle")
 
 
+def test_one_seed_beside_other_work_is_said_so() -> None:
+    runs = [run(name, 1, speed, None) for name, speed in (("base", 100.0), ("best", 900.0))]
+    runs[0].result["waited"] = 0.46
+    said = sentence(build_rows({"base": {}, "best": {}}, runs, "base"))
+    assert said.startswith("Too few seeds to judge: best") and said.endswith("shared the machine with others (†).")
+
+
 @pytest.mark.parametrize("flaw", ["idle", "failed"])
 def test_a_flawed_row_alone_is_named_with_its_flaw(flaw: str) -> None:
     runs = [run(name, s, v + 0.1 * s, None) for s in (1, 2, 3, 4) for name, v in (("base", 100.0), ("best", 200.0))]
