@@ -5,9 +5,10 @@ the kernel that PyTorch carries for jagged tensors, `aten::_flash_attention_forw
 On the CPU each sequence by itself goes through matrix product, softmax and matrix product: its scores fit the
 cache, no padded score is ever computed, and no mask is needed. What lies between the products (scale, softmax,
 dropout) is one pass of C (`varlen_attention.c`); `_softmax` and `_softmax_backward` are its meaning in PyTorch
-operations, with the same dropout masks, and serve other dtypes and machines without a compiler. In bfloat16, on CPUs
-that multiply it, all of it is C, with the same masks again: `varlen_attention_bf16.py`. Elsewhere, and for
-float32 on CUDA, which has no flash kernel, sequences are padded for `scaled_dot_product_attention` and packed again.
+operations, with the same dropout masks, and serve other dtypes and machines without a compiler. In float32 on x86
+CPUs with AVX2, and in bfloat16 on those that multiply it, all of it is C, with the same masks again:
+`fused_attention.py`. Elsewhere, and for float32 on CUDA, which has no flash kernel, sequences are padded for
+`scaled_dot_product_attention` and packed again.
 
 Numerics: that of attention over each sequence alone. On the CPU softmax and dropout are computed in float32 at
 least and rounded once to the tensors' dtype. Dropout drops with a multiple of 1/65536, as `fast_dropout` does.
@@ -28,7 +29,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from composer_speedups.kernels import varlen_attention_bf16 as bf16
+from composer_speedups.kernels import fused_attention as fused
 from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, realised
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import shape_only
@@ -177,9 +178,9 @@ class _PerSequence(torch.autograd.Function):
         ctx, q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float, differentiable
     ):
         ctx.arguments = (queries, keys, dropout_p, scale)
-        ctx.whole = bf16.serves(q, k, v)
+        ctx.whole = fused.serves(q, k, v)
         if ctx.whole:
-            out, saved = bf16.forward(q, k, v, queries, keys, seeds, dropout_p, scale, differentiable)
+            out, saved = fused.forward(q, k, v, queries, keys, seeds, dropout_p, scale, differentiable)
         else:
             out, blocks = _forward(q, k, v, queries, keys, seeds, dropout_p, scale)
             saved = [x for block in blocks for x in block]
@@ -190,7 +191,7 @@ class _PerSequence(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         if ctx.whole:
-            gradients = bf16.backward(gradient, ctx.saved_tensors, *ctx.arguments)
+            gradients = fused.backward(gradient, ctx.saved_tensors, *ctx.arguments)
         else:
             saved = iter(ctx.saved_tensors)
             blocks = list(zip(saved, saved, saved, saved, strict=True))
@@ -398,8 +399,8 @@ def _opaque(
     scale: float,
 ) -> torch.Tensor:
     arguments = (queries.tolist(), keys.tolist(), tuple(seeds.tolist()), dropout_p, scale)
-    if bf16.serves(q, k, v):
-        return bf16.forward(q, k, v, *arguments, differentiable=False)[0]
+    if fused.serves(q, k, v):
+        return fused.forward(q, k, v, *arguments, differentiable=False)[0]
     return _forward(q, k, v, *arguments)[0]
 
 
@@ -422,9 +423,9 @@ def _opaque_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lengths = (queries.tolist(), keys.tolist())
     arguments = (*lengths, tuple(seeds.tolist()), dropout_p, scale)
-    if bf16.serves(q, k, v):
-        _, saved = bf16.forward(q, k, v, *arguments, output=False)
-        return bf16.backward(gradient, saved, *lengths, dropout_p, scale)
+    if fused.serves(q, k, v):
+        _, saved = fused.forward(q, k, v, *arguments, output=False)
+        return fused.backward(gradient, saved, *lengths, dropout_p, scale)
     _, blocks = _forward(q, k, v, *arguments)
     return _backward(gradient, blocks, *lengths, dropout_p, scale)
 

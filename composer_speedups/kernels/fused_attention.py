@@ -1,10 +1,12 @@
-"""Attention over packed sequences in bfloat16 on CPUs with AVX512-BF16: one pass of C each way.
+"""Attention over packed sequences on CPUs, whole: one pass of C each way, in bfloat16 and in float32.
 
 `varlen_attention.py` says what is computed and what serves elsewhere. Here scores never leave float32 nor the cache,
 as in flash attention: products, softmax, dropout and their gradients follow each other over blocks of query rows, and
-heads of sequences are shared among threads with no Python between them. Operands of products are rounded to
-bfloat16, sums are float32, results are rounded once. Kept for backward are q, k, v, exp(score - largest) in bfloat16,
-signed by dropout, and a float for each row. Results do not depend on the number of threads.
+heads of sequences are shared among threads with no Python between them. Results do not depend on the number of threads.
+
+bfloat16 needs AVX512-BF16 (`fused_attention_bf16.c`): operands of products are rounded to it, sums are float32, results
+are rounded once. Kept for backward are q, k, v, exp(score - largest) in bfloat16, signed by dropout, and a float for
+each row. float32 needs AVX2 or AVX-512 (`fused_attention_float32.c`) and keeps q, k, v and the signed probabilities.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ Saved = tuple[torch.Tensor, ...]
 
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _VECTOR = 16  # the width of a head is a multiple of it
-_ROW = 32  # to a multiple of it rows of probabilities are filled up with zeros
+_FILL = {torch.bfloat16: 32, torch.float32: 16}  # to a multiple of it rows of probabilities are filled up with zeros
+_FILES = {torch.bfloat16: "fused_attention_bf16", torch.float32: "fused_attention_float32"}
 
 
 class _Call(ctypes.Structure):
-    """`Call` of `varlen_attention_bf16.c`."""
+    """`Call` of `fused_attention.h`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
@@ -53,9 +56,9 @@ class _Call(ctypes.Structure):
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether these may be given to `forward`: bfloat16, a width that is a multiple of 16, on such a CPU."""
-    wanted = all(x.is_cpu and x.dtype == torch.bfloat16 and plain(x) for x in (q, k, v))
-    return wanted and q.shape[-1] % _VECTOR == 0 and q.numel() > 0 and native() is not None
+    """Whether these may be given to `forward`: of one such dtype, a width that is a multiple of 16, on such a CPU."""
+    wanted = q.dtype in _FILES and all(x.is_cpu and x.dtype == q.dtype and plain(x) for x in (q, k, v))
+    return wanted and q.shape[-1] % _VECTOR == 0 and q.numel() > 0 and native(q.dtype) is not None
 
 
 def forward(
@@ -84,11 +87,11 @@ def forward(
         scale: of the scores.
         differentiable: False keeps nothing for `backward`.
         output: False computes only what `backward` needs, and returns None for the output.
-        library: the C functions; None is `native()`.
+        library: the C functions; None is `native`.
 
     Returns:
-        [total of `queries`, heads, width], and q, k, v, signed exp(score - largest) with rows filled up to 32, and
-        the inverse of each row's sum of them in float32.
+        [total of `queries`, heads, width], and q, k, v, signed probabilities with rows filled up, and in float32 by
+        what each row of them must be multiplied to sum to 1 (nothing for float32, whose rows do).
     """
     call, alive = _call(q, k, v, queries, keys, dropout_p, scale)
     call.k0, call.k1 = seeds
@@ -96,16 +99,17 @@ def forward(
     if output:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if differentiable:
-        heads = q.shape[1]
-        scores = sum(n * -(-m // _ROW) * _ROW for n, m in zip(queries, keys, strict=True))
-        saved = (q, k, v, q.new_empty(heads * scores), q.new_empty(heads * sum(queries), dtype=torch.float32))
+        heads, fill = q.shape[1], _FILL[q.dtype]
+        scores = sum(n * -(-m // fill) * fill for n, m in zip(queries, keys, strict=True))
+        rows = heads * sum(queries) if q.dtype == torch.bfloat16 else 0
+        saved = (q, k, v, q.new_empty(heads * scores), q.new_empty(rows, dtype=torch.float32))
     if shape_only(q):
         return out, saved
     if output:
         call.out = out.data_ptr()
     if differentiable:
         call.probabilities, call.inverse = (x.data_ptr() for x in saved[3:])
-    _run((library or native()).forward, call)
+    _run((library or native(q.dtype)).forward, call)
     del alive
     return out, saved
 
@@ -130,7 +134,7 @@ def backward(
     gradient = _place(call, "gradient", "g", gradient)
     call.probabilities, call.inverse = probabilities.data_ptr(), inverse.data_ptr()
     call.dq, call.dk, call.dv = (x.data_ptr() for x in gradients)
-    _run((library or native()).backward, call)
+    _run((library or native(q.dtype)).backward, call)
     del alive
     return gradients
 
@@ -167,34 +171,34 @@ def _run(function, call: _Call) -> None:
 
 
 @cache
-def native() -> ctypes.CDLL | None:
+def native(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The C functions, if this CPU has them and they agree with their meaning in PyTorch operations; None if not."""
-    library = load("varlen_attention_bf16")
+    library = load(_FILES[dtype])
     if library is None or library.forward(ctypes.byref(_Call(threads=1))):  # nothing to do: 0 where they are compiled
         return None
     with _disable_current_modes(), torch.no_grad():
-        if agrees(library):
+        if agrees(library, dtype):
             return library
-    log.info("kernel varlen_attention_bf16 does not agree with PyTorch: the separate passes serve instead")
+    log.info("kernel %s does not agree with PyTorch: the separate passes serve instead", _FILES[dtype])
     return None
 
 
-def agrees(library: ctypes.CDLL) -> bool:
+def agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether `library` does what is meant, on few sequences with all kinds of remainders."""
     heads, width, p, seeds, scale = 2, 48, 0.1, (7, 9), 0.2
     queries, keys = [37, 0, 101, 1], [37, 4, 19, 66]
     sizes = sum(queries), sum(keys), sum(keys), sum(queries)
     q, k, v, g = (
-        ((torch.arange(n * heads * width) * (0.7 + i)).sin() * 1.5).view(n, heads, width).bfloat16()
+        ((torch.arange(n * heads * width) * (0.7 + i)).sin() * 1.5).view(n, heads, width).to(dtype)
         for i, n in enumerate(sizes)
     )
     out, saved = forward(q, k, v, queries, keys, seeds, p, scale, library=library)
     found = (out, *backward(g, saved, queries, keys, p, scale, library))
-    signs, expected = saved[3].view(torch.int16) < 0, [[] for _ in found]
+    signs, expected = saved[3].signbit(), [[] for _ in found]
     row = element = 0
     lengths = (queries, keys, keys, queries)
     for qi, ki, vi, gi in zip(*(x.double().split(n) for x, n in zip((q, k, v, g), lengths, strict=True)), strict=True):
-        shape, padded = (heads, len(qi), len(ki)), -(-len(ki) // _ROW) * _ROW
+        shape, padded = (heads, len(qi), len(ki)), -(-len(ki) // _FILL[dtype]) * _FILL[dtype]
         own = ((seeds[0] + element * 0x9E3779B9) % (1 << 32), seeds[1])
         stays = keep_by_torch(math.prod(shape), own, round(realised(p) * _STEPS)).view(shape)
         element += (math.prod(shape) + 1) // 2
@@ -210,7 +214,9 @@ def agrees(library: ctypes.CDLL) -> bool:
         kept = probabilities * factor
         for parts, x in zip(expected, (kept @ vi, ds @ ki, ds.mT @ qi, kept.mT @ gi), strict=True):
             parts.append(x.transpose(0, 1))
-    # Three roundings to bfloat16 on the way to a result, of terms that are no larger than a few times the largest.
+    # To bfloat16 three roundings on the way to a result, of terms that are no larger than a few times the largest; in
+    # float32 at most 101 terms of such a size.
+    allowed = 0.02 if dtype == torch.bfloat16 else 1e-5
     return all(
-        (x - y).abs().max() <= 0.02 * y.abs().max() for x, y in zip(found, map(torch.cat, expected), strict=True)
+        (x - y).abs().max() <= allowed * y.abs().max() for x, y in zip(found, map(torch.cat, expected), strict=True)
     )

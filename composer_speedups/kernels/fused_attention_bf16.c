@@ -1,55 +1,25 @@
-/* Attention over packed sequences in bfloat16, for CPUs with AVX512-BF16: all of a sequence's head in one go.
+/* Attention over packed sequences in bfloat16, for CPUs with AVX512-BF16 (fused_attention.h says what is asked).
 
-   A task is one head of one sequence; one thread does it, in an order that depends on lengths alone, so that results
-   do not depend on the number of threads. Keys and values are packed once a task for `vdpbf16ps`, which multiplies
-   pairs of bfloat16 and sums in float32; then come blocks of query rows, whose scores stay in the cache, in float32.
-
-   What forward leaves for backward is exp(score - the row's largest), in bfloat16, with its sign bit set where
-   dropout dropped it, rows filled up with zeros to a multiple of 32, and for each row the inverse of their sum. The
-   mask is that of fast_dropout.c, with elements numbered through a sequence's [heads, queries, keys]. Strides and
-   widths are counted in elements, a width is a multiple of 16. varlen_attention_bf16.py calls it, and compares it
-   with what it means before the first use.
+   Keys and values are packed once a task for `vdpbf16ps`, which multiplies pairs of bfloat16 and sums in float32; then
+   come blocks of query rows, whose scores stay in the cache, in float32. What forward leaves for backward is
+   exp(score - the row's largest), in bfloat16, and for each row the inverse of their sum.
 
    Measured on two cores of Zen 4: a tile 228 GFLOP/s a core, more than oneDNN's largest products; softmax with dropout
    0.3 ns and its gradient 0.17 ns an element. */
-#include <stdlib.h>
-
 #include "native.h"
 
-typedef struct {
-  const uint16_t *q, *k, *v;                  /* [tokens, heads, width] each, with strides */
-  int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-  const int32_t *queries, *keys;              /* [sequences]: lengths */
-  int64_t sequences, heads, width;
-  uint16_t *probabilities;                    /* sequences' [heads, queries, filled up keys], at 64 bytes, or null */
-  float *inverse;                             /* sequences' [heads, queries], or null */
-  uint32_t k0, k1;                            /* of the dropout mask */
-  int32_t least, threads;                     /* lanes below `least` are dropped; -32768 drops none */
-  float scale, keep;                          /* of scores; of what dropout leaves */
-  uint16_t *out;                              /* forward: [tokens, heads, width], or null: probabilities only */
-  const uint16_t *gradient;                   /* backward: of `out` */
-  int64_t g_token, g_head;
-  uint16_t *dq, *dk, *dv;                     /* backward: [tokens, heads, width] each */
-} Call;
+#define NUMBER uint16_t
+#define FILL 32
+#include "fused_attention.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include <immintrin.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
 #define ROWS 6        /* of a tile of sums in registers, */
 #define COLUMNS 4     /* and its vectors of 16: with 4 vectors of the second factor, 28 of 32 registers */
 #define FORWARD 24    /* query rows of a block: their scores and the tile's keys fit the L1 cache */
 #define BACKWARD 96   /* query rows of a block: their scores and gradients fit the L2 cache */
-#define WORTHWHILE (1 << 14) /* scores below which waking threads costs more than it saves */
 
-typedef struct {
-  int64_t query, key, queries, keys; /* first tokens and lengths */
-  int64_t first, row;                /* of its probabilities and its inverses */
-  uint32_t k0;                       /* of its mask */
-} Span;
-
-INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 INLINE __mmask16 below(int64_t n) { return n >= 16 ? 0xFFFF : n > 0 ? (__mmask16)((1u << n) - 1) : 0; }
 
 /* Words of sixteen columns: `a` in their low halves, `b` in the high ones; the columns from 16 on, if `upper`. */
@@ -216,13 +186,6 @@ INLINE float softmax(const float *s, int64_t n, float scale, const int dropout, 
   return 1.0f / _mm512_reduce_add_ps(_mm512_add_ps(low, high));
 }
 
-/* A part of `memory`, which moves on. */
-INLINE void *take(char **memory, int64_t bytes) {
-  char *here = *memory;
-  *memory += up(bytes, 64);
-  return here;
-}
-
 static void forward_task(const Call *c, const Span *s, int64_t head, char *memory) {
   const int64_t n = s->keys, wide = up(n, 32), d = c->width, depth = (n + 1) / 2;
   uint32_t *k = take(&memory, up(n, 16) * d * 2), *v = take(&memory, depth * d * 4);
@@ -342,50 +305,6 @@ static void backward_task(const Call *c, const Span *s, int64_t head, char *memo
 static int64_t backward_memory(const Call *c, int64_t queries, int64_t keys) {
   int64_t wide = up(keys, 32), d = c->width, most = queries < BACKWARD ? up(queries, 2) : BACKWARD;
   return wide * d * 2 + (keys + 1) / 2 * d * 4 + most * (d * 8 + wide * 10) + keys * d * 8 + 11 * 64;
-}
-
-static int longest_first(const void *a, const void *b) {
-  const Span *x = a, *y = b;
-  int64_t m = x->queries * x->keys, n = y->queries * y->keys;
-  return m != n ? (m < n ? 1 : -1) : (x->query > y->query) - (x->query < y->query);
-}
-
-/* Where keys or queries are missing nothing is computed, and what is asked for is zero. */
-static void clear(uint16_t *x, int64_t token, int64_t tokens, const Call *c) {
-  if (x) memset(x + token * c->heads * c->width, 0, (size_t)(tokens * c->heads * c->width) * 2);
-}
-
-static int run(const Call *c, void (*task)(const Call *, const Span *, int64_t, char *),
-               int64_t (*memory_of)(const Call *, int64_t, int64_t)) {
-  Span *spans = malloc((size_t)(c->sequences + 1) * sizeof *spans);
-  int64_t count = 0, query = 0, key = 0, first = 0, row = 0, most = 0;
-  uint32_t k0 = c->k0;
-  int failed = !spans;
-  for (int64_t i = 0; i < c->sequences && !failed; i++) {
-    int64_t queries = c->queries[i], keys = c->keys[i], scores = c->heads * queries * keys;
-    if (scores) {
-      spans[count++] = (Span){query, key, queries, keys, first, row, k0};
-      int64_t bytes = memory_of(c, queries, keys);
-      most = bytes > most ? bytes : most;
-    } else {
-      clear(c->out, query, queries, c), clear(c->dq, query, queries, c);
-      clear(c->dk, key, keys, c), clear(c->dv, key, keys, c);
-    }
-    query += queries, key += keys, first += c->heads * queries * up(keys, 32), row += c->heads * queries;
-    k0 += (uint32_t)((scores + 1) / 2) * 0x9E3779B9u;
-  }
-  if (!failed) qsort(spans, (size_t)count, sizeof *spans, longest_first);
-#pragma omp parallel num_threads(c->threads) if (first > WORTHWHILE) reduction(| : failed)
-  {
-    char *memory = failed ? 0 : aligned_alloc(64, (size_t)up(most + 64, 64));
-    failed |= !memory;
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < count * c->heads; i++)
-      if (memory) task(c, spans + i / c->heads, i % c->heads, memory);
-    free(memory);
-  }
-  free(spans);
-  return failed;
 }
 
 /* 0 if done, 1 if there was no memory, -1 if this CPU is not for it. */

@@ -1,0 +1,88 @@
+/* Attention over packed sequences by one head of one sequence at a time: what is asked for, and how it is shared out.
+
+   One thread does such a task, in an order that depends on lengths alone, so that results do not depend on the number
+   of threads. Strides and widths are counted in elements; a width is a multiple of 16. What forward leaves for
+   backward has its sign bit set where dropout dropped it, in rows filled up with zeros to a multiple of FILL. The mask
+   is that of fast_dropout.c, with elements numbered through a sequence's [heads, queries, keys]. NUMBER is the type of
+   an element. fused_attention.py calls it, and compares it with what it means before the first use. */
+#include <stdlib.h>
+
+typedef struct {
+  const NUMBER *q, *k, *v;                    /* [tokens, heads, width] each, with strides */
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;
+  const int32_t *queries, *keys;              /* [sequences]: lengths */
+  int64_t sequences, heads, width;
+  NUMBER *probabilities;                      /* sequences' [heads, queries, filled up keys], at 64 bytes, or null */
+  float *inverse;                             /* sequences' [heads, queries], or null: what they lack to sum to 1 */
+  uint32_t k0, k1;                            /* of the dropout mask */
+  int32_t least, threads;                     /* lanes below `least` are dropped; -32768 drops none */
+  float scale, keep;                          /* of scores; of what dropout leaves */
+  NUMBER *out;                                /* forward: [tokens, heads, width], or null: probabilities only */
+  const NUMBER *gradient;                     /* backward: of `out` */
+  int64_t g_token, g_head;
+  NUMBER *dq, *dk, *dv;                       /* backward: [tokens, heads, width] each */
+} Call;
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define WORTHWHILE (1 << 14) /* scores below which waking threads costs more than it saves */
+
+typedef struct {
+  int64_t query, key, queries, keys; /* first tokens and lengths */
+  int64_t first, row;                /* of its probabilities and its inverses */
+  uint32_t k0;                       /* of its mask */
+} Span;
+
+INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+/* A part of `memory`, which moves on. */
+INLINE void *take(char **memory, int64_t bytes) {
+  char *here = *memory;
+  *memory += up(bytes, 64);
+  return here;
+}
+
+static int longest_first(const void *a, const void *b) {
+  const Span *x = a, *y = b;
+  int64_t m = x->queries * x->keys, n = y->queries * y->keys;
+  return m != n ? (m < n ? 1 : -1) : (x->query > y->query) - (x->query < y->query);
+}
+
+/* Where keys or queries are missing nothing is computed, and what is asked for is zero. */
+static void clear(NUMBER *x, int64_t token, int64_t tokens, const Call *c) {
+  if (x) memset(x + token * c->heads * c->width, 0, (size_t)(tokens * c->heads * c->width) * sizeof *x);
+}
+
+/* `task` for every head of every sequence, with as much memory at 64 bytes as `memory_of` says; 0 if done. */
+static int run(const Call *c, void (*task)(const Call *, const Span *, int64_t, char *),
+               int64_t (*memory_of)(const Call *, int64_t, int64_t)) {
+  Span *spans = malloc((size_t)(c->sequences + 1) * sizeof *spans);
+  int64_t count = 0, query = 0, key = 0, first = 0, row = 0, most = 0;
+  uint32_t k0 = c->k0;
+  int failed = !spans;
+  for (int64_t i = 0; i < c->sequences && !failed; i++) {
+    int64_t queries = c->queries[i], keys = c->keys[i], scores = c->heads * queries * keys;
+    if (scores) {
+      spans[count++] = (Span){query, key, queries, keys, first, row, k0};
+      int64_t bytes = memory_of(c, queries, keys);
+      most = bytes > most ? bytes : most;
+    } else {
+      clear(c->out, query, queries, c), clear(c->dq, query, queries, c);
+      clear(c->dk, key, keys, c), clear(c->dv, key, keys, c);
+    }
+    query += queries, key += keys, first += c->heads * queries * up(keys, FILL), row += c->heads * queries;
+    k0 += (uint32_t)((scores + 1) / 2) * 0x9E3779B9u;
+  }
+  if (!failed) qsort(spans, (size_t)count, sizeof *spans, longest_first);
+#pragma omp parallel num_threads(c->threads) if (first > WORTHWHILE) reduction(| : failed)
+  {
+    char *memory = failed ? 0 : aligned_alloc(64, (size_t)up(most + 64, 64));
+    failed |= !memory;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < count * c->heads; i++)
+      if (memory) task(c, spans + i / c->heads, i % c->heads, memory);
+    free(memory);
+  }
+  free(spans);
+  return failed;
+}

@@ -1,0 +1,136 @@
+"""What the tests of attention in C share: inputs, masks by their definition, and libraries with a fault planted."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from composer_speedups.kernels import native as building
+from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
+
+HEADS, P, SCALE, SEEDS = 3, 0.25, 0.3, (0xDEADBEEF, 0x12345678)
+SAME = ([7, 1, 0, 33, 16, 130], [7, 1, 0, 33, 16, 130])
+SHAPES = {
+    "as many queries as keys": SAME,
+    "one query each": ([1, 1, 0, 1], [5, 131, 3, 1]),
+    "no keys or no queries": ([3, 200, 0, 0], [0, 31, 4, 0]),
+    "one long sequence": ([613], [613]),
+    "nothing": ([], []),
+}
+
+Lists = tuple[list[int], list[int]]
+
+
+def inputs(lengths: Lists, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output; k and v are views of one tensor, as a fused projection gives them."""
+    queries, keys = (sum(x) for x in lengths)
+    k, v = torch.randn(keys, 2, HEADS, width).to(dtype).unbind(1)
+    q, gradient = torch.randn(2, queries, HEADS, width).to(dtype)
+    return [q, k, v, gradient]
+
+
+def masks(lengths: Lists, p: float) -> list[torch.Tensor]:
+    """For each sequence [heads, queries, keys]: False where dropped, by the definition of the mask."""
+    out, word = [], 0
+    for n, m in zip(*lengths, strict=True):
+        size = HEADS * n * m
+        own = ((SEEDS[0] + word * 0x9E3779B9) % 2**32, SEEDS[1])
+        keep = keep_by_torch(size, own, round(realised(p) * 65536)) if p else torch.ones(size, dtype=torch.bool)
+        out.append(keep.view(HEADS, n, m))
+        word += (size + 1) // 2
+    return out
+
+
+def compiled(folder: Path, name: str, old: str = "", new: str = "", flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library of the kernel `name`, with a fault planted."""
+    home = Path(building.__file__).parent
+    source = (home / f"{name}.c").read_text()
+    for header in home.glob("*.h"):  # a fault may be planted in what the kernels share, too
+        text = header.read_text()
+        if old and not source.count(old) and text.count(old) == 1:
+            text, old, new = text.replace(old, new), "", ""
+        (folder / header.name).write_text(text)
+    assert not old or source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
+    (folder / "mutant.c").write_text(source.replace(old, new) if old else source)
+    quick = ["-O1" if flag == "-O3" else flag for flag in building._FLAGS]
+    command = [shutil.which("cc") or "gcc", *quick, *flags, "-shared", "mutant.c", "-o", "mutant.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "mutant.so"))
+
+
+def run_with_guards(folder: Path, name: str, fault: tuple[str, str], element: str, fill: int, *flags: str) -> str:
+    """What the sanitizers say of both functions on arrays that end where a page begins that nobody may touch.
+
+    "" where this compiler has no sanitizer, "done" if they found nothing.
+    """
+    compiler, checks = shutil.which("cc") or "gcc", ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    (folder / "empty.c").write_text("int main(void) { return 0; }")
+    if subprocess.run([compiler, *checks, "empty.c"], cwd=folder, capture_output=True).returncode:
+        return ""
+    compiled(folder, name, *fault, flags=flags)
+    (folder / "harness.c").write_text(_HARNESS.replace("NUMBERS", element).replace("FILLED", str(fill)))
+    build = [flag for flag in building._FLAGS if flag != "-O3"]
+    subprocess.run([compiler, *build, *flags, "-g", *checks, "harness.c", "-o", "harness"], cwd=folder, check=True)
+    environment = {"ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run([folder / "harness"], capture_output=True, text=True, env=environment)
+    assert done.returncode or done.stdout == "done\n", done
+    return done.stdout.strip() or done.stderr
+
+
+# The sanitizer does not see masked loads: hence the pages.
+_HARNESS = """
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <sys/mman.h>
+#include "mutant.c"
+static NUMBER *numbers(int64_t n) {
+  int64_t bytes = n * (int64_t)sizeof(NUMBER), pages = (bytes + 4095) / 4096 * 4096;
+  char *start = mmap(0, (size_t)pages + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mprotect(start + pages, 4096, PROT_NONE)) exit(4);
+  NUMBER *x = (NUMBER *)(start + pages - bytes);
+  for (int64_t i = 0; i < n; i++) x[i] = NUMBERS;
+  return x;
+}
+int main(void) {
+  static const int32_t all[][3] = {{7, 7, 16},  {1, 131, 32},  {131, 1, 48}, {0, 5, 64},
+                                   {5, 0, 16}, {100, 33, 80}, {97, 64, 128}};
+  for (int i = 0; i < 7; i++) {
+    int32_t *queries = malloc(4), *keys = malloc(4);
+    *queries = all[i][0], *keys = all[i][1];
+    int64_t d = all[i][2], heads = 2, q = *queries * heads * d, k = *keys * heads * d;
+    int64_t wide = (*keys + FILLED - 1) / FILLED * FILLED;
+    Call c = {.q = numbers(q), .k = numbers(k), .v = numbers(k), .gradient = numbers(q), .out = numbers(q),
+              .dq = numbers(q), .dk = numbers(k), .dv = numbers(k), .queries = queries, .keys = keys, .sequences = 1,
+              .heads = heads, .width = d, .k0 = 1, .k1 = 2, .least = -30000, .threads = 1, .scale = 0.1f, .keep = 1.1f,
+              .probabilities = aligned_alloc(64, (size_t)(heads * *queries * wide) * sizeof(NUMBER)),
+              .inverse = malloc((size_t)(heads * *queries) * 4)};
+    c.q_token = c.k_token = c.v_token = c.g_token = heads * d;
+    c.q_head = c.k_head = c.v_head = c.g_head = d;
+    if (forward(&c) || backward(&c)) return 3;
+  }
+  puts("done");
+  return 0;
+}
+"""
+
+
+def odd_address(x: torch.Tensor) -> torch.Tensor:
+    """At an address that is no multiple of a vector's size, with gaps between tokens and heads."""
+    total, heads, width = x.shape
+    step = width + 3
+    memory = torch.full((total * (heads * step + 5) + 1,), math.nan, dtype=x.dtype)
+    return memory[1:].as_strided(x.shape, (heads * step + 5, step, 1)).copy_(x)
+
+
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def backwards(x: torch.Tensor) -> torch.Tensor:
+    """The last dimension has a stride of its own."""
+    return x.transpose(0, 2).contiguous().transpose(0, 2)

@@ -1,0 +1,178 @@
+"""Attention over packed sequences in bfloat16 by C: counted roundings, far scores, planted faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fused_attention_check import SAME, SCALE, SEEDS, SHAPES, P, compiled, inputs, masks, run_with_guards
+
+from composer_speedups.kernels import fused_attention as module
+from composer_speedups.kernels import varlen_attention as public
+from composer_speedups.kernels.fast_dropout import realised
+from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
+
+KERNEL = "fused_attention_bf16"
+
+needs_cpu = pytest.mark.skipif(
+    module.native(torch.bfloat16) is None, reason="no compiler, or a CPU without AVX512-BF16"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public, "draw_keys", lambda: SEEDS)
+
+
+def expected(q, k, v, gradient, lengths, p: float) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """In float64, by the book: each result, the largest error that rounding may make, and its variance's bound.
+
+    Both are in units of half an ulp, the largest relative error of one rounding to bfloat16. Rounded are exp(scores)
+    where it is stored, the gradient of scores, in dv the gradient times the row's inverse sum, and each result. Scores
+    and sums are float32. Errors of terms add up, in the second case as those of independent numbers do.
+    """
+    queries, keys = lengths
+    parts: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in ("out", "dq", "dk", "dv")}
+    packed = ((q, queries), (k, keys), (v, keys), (gradient, queries))
+    for *tensors, mask in zip(*(x.double().split(n) for x, n in packed), masks(lengths, p), strict=True):
+        qi, ki, vi, gi = (x.transpose(0, 1) for x in tensors)
+        probabilities = (qi @ ki.mT * SCALE).softmax(-1)
+        kept = probabilities * mask / (1 - realised(p))
+        dp = gi @ vi.mT
+        through = dp * mask / (1 - realised(p))
+        ds = probabilities * (through - (kept * dp).sum(-1, keepdim=True)) * SCALE
+        dot = (kept * dp).abs().sum(-1, keepdim=True), (kept * dp).square().sum(-1, keepdim=True)
+        share = probabilities * SCALE  # what one unit of error in a row's dot product does to the gradient of a score
+        worst, variance = 2 * ds.abs() + share * dot[0], 2 * ds.square()
+        for name, out, most, spread in (
+            ("out", kept @ vi, kept @ vi.abs(), kept.square() @ vi.square()),
+            ("dq", ds @ ki, worst @ ki.abs(), variance @ ki.square() + dot[1] * (share @ ki).square()),
+            (
+                "dk",
+                ds.mT @ qi,
+                worst.mT @ qi.abs(),
+                variance.mT @ qi.square() + share.square().mT @ (dot[1] * qi.square()),
+            ),
+            ("dv", kept.mT @ gi, 2 * kept.mT @ gi.abs(), 2 * kept.square().mT @ gi.square()),
+        ):
+            parts[name].append(tuple(x.transpose(0, 1) for x in (out, most + out.abs(), spread + out.square())))
+    if not queries:
+        return {name: (q.double(),) * 3 for name in parts}
+    return {name: tuple(torch.cat(x) for x in zip(*part, strict=True)) for name, part in parts.items()}
+
+
+def check(lengths=SAME, width: int = 64, p: float = P) -> None:
+    q, k, v, gradient = inputs(lengths, width, torch.bfloat16)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = varlen_attention(*leaves, *map(Lengths.of, lengths), p, SCALE)
+    out.backward(gradient)
+    half = torch.finfo(torch.bfloat16).eps / 2
+    found = (out.detach(), *(x.grad for x in leaves))
+    for (name, (value, worst, variance)), x in zip(expected(q, k, v, gradient, lengths, p).items(), found, strict=True):
+        error = (x.double() - value).abs() / half
+        # 2 %: products of two errors, and float32, which is 65536 times finer but has `width` terms a score.
+        assert (error <= 1.02 * worst + 1e-6).all(), f"{name}: an error of {(error / worst).max():.2f} of what may be"
+        if x.numel():
+            # An error is spread evenly over +- half an ulp, which gives a third; and half an ulp is 1/m of the largest,
+            # for a mantissa m of 1 to 2, whose square is a half on average: a sixth, if nothing else is rounded.
+            share = error.square().mean() / variance.mean()
+            assert share < 0.25, f"{name}: {share:.2f} of the variance that all largest errors would have"
+
+
+@needs_cpu
+@pytest.mark.parametrize("p", [0.0, P])
+@pytest.mark.parametrize("name", SHAPES)
+def test_errors_are_those_of_counted_roundings(name: str, p: float) -> None:
+    check(SHAPES[name], p=p)
+
+
+@needs_cpu
+@pytest.mark.parametrize("width", [16, 32, 48, 80, 128, 144])
+def test_widths(width: int) -> None:
+    assert module.serves(*inputs(SAME, width, torch.bfloat16)[:3])
+    check(width=width)
+
+
+def check_far_scores() -> None:
+    """exp would overflow, or all of it vanish, without the row's own largest score taken off."""
+    q = torch.full((5, 1, 16), 1e4).bfloat16()
+    v = torch.arange(5.0)[:, None, None].expand(5, 1, 16).bfloat16()
+    for low, high in ((-1, 1), (-3, -1), (1, 3)):
+        k = torch.linspace(low, high, 5)[:, None, None].expand(5, 1, 16).bfloat16()
+        for sign, row in ((1, 4.0), (-1, 0.0)):
+            out = varlen_attention(q, k, v, Lengths.of([5]), Lengths.of([5]), scale=sign * 0.25)
+            assert torch.equal(out, torch.full_like(out, row)), f"far from zero: {out[0, 0, 0]} for {row}"
+
+
+@needs_cpu
+def test_scores_of_any_size() -> None:
+    check_far_scores()
+
+
+MUTANTS = {
+    "none": ("", ""),
+    "scale dropped": ("scale * 1.44269504f", "0 * scale + 1.44269504f"),
+    "scale dropped in backward": ("inverse[r] * scale)", "inverse[r])"),
+    "base e for 2": ("scale * 1.44269504f", "scale"),
+    "a row's tail not masked": ("if (n - i < 32) a =", "if (n < 0) a ="),
+    "tail of columns in the largest score": ("_mm512_mask_max_ps(top, below(n - i), top, _", "_mm512_max_ps(top, _"),
+    "odd first elements": ("bits >> (first & 1)", "bits >> 0"),
+    "same mask in all words": ("number = _mm512_add_epi32(number, next);", ""),
+    "same mask in all rows": ("row * n, s->k0", "n % 2, s->k0"),
+    "same mask in all sequences": ("k0 += (uint32_t)", "k0 += 0 * (uint32_t)"),
+    "mask forgotten in forward": ("left = _mm512_maskz_mov_epi16(~gone, p);", ""),
+    "mask forgotten in dv": ("e[r] = _mm512_maskz_mov_epi16(~_mm512_movepi16_mask(e[r]), e[r]);",
+                             "e[r] = _mm512_and_si512(e[r], _mm512_set1_epi16(0x7FFF));"),
+    "mask forgotten in the dot product": ("x = _mm512_maskz_mov_epi16(stays, x);", "x = _mm512_abs_epi16(x);"),
+    "mask forgotten in ds": ("keep, dot, (__mmask16)(stays >> 16)", "keep, dot, 0xFFFF"),
+    "keep forgotten in forward": ("factor[r] = inverse * c->keep;", "factor[r] = inverse;"),
+    "keep forgotten in dv": ("factor[r] = inverse[r] * c->keep;", "factor[r] = inverse[r];"),
+    "dot product without keep": ("* inverse[r] * keep);", "* inverse[r]);"),
+    "last odd row of keys lost": ("i < 2 && r + i < rows", "i < 2 && r + 1 < rows"),
+    "last odd row of queries lost": ("if (r < rows)\n      differentiate(1,", "if (r < 0)\n      differentiate(1,"),
+    "last rows of a tile lost": ("r < rows; r += ROWS", "r + ROWS <= rows; r += ROWS"),
+    "last odd pair lost": ("kept, wide * 2, 4, depth, v", "kept, wide * 2, 4, n / 2, v"),
+    "blocks of queries not added up in dv": ("(rows + 1) / 2, g2, d, 16, i > 0", "(rows + 1) / 2, g2, d, 16, 0"),
+    "blocks of queries not added up in dk": ("(rows + 1) / 2, q2, d, 16, i > 0", "(rows + 1) / 2, q2, d, 16, 0"),
+    "first block of queries only": ("i < s->queries; i += FORWARD", "i < FORWARD; i += FORWARD"),
+    "columns of pairs exchanged": ("upper ? _mm512_add_epi16(low, _mm512_set1_epi16(16)) : low", "low"),
+    "scores in bfloat16": ("_mm512_fmsub_ps(_mm512_loadu_ps(s + i), factor, top)",
+                           "_mm512_fmsub_ps(widen((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(s + i))), factor, top)"),
+}  # fmt: skip
+
+
+@needs_cpu
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_faults_in_c_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = compiled(tmp_path, KERNEL, *MUTANTS[name])
+    monkeypatch.setattr(module, "native", lambda dtype: library)
+    if name == "none":
+        assert module.agrees(library, torch.bfloat16)
+        return check()
+    with pytest.raises(AssertionError, match=r"of what may be|of the variance|far from zero"):
+        check(([35, 130], [35, 131]), width=48)
+        check_far_scores()
+    # The comparison before the first use is for a compiler's faults: not for the last digit or the farthest scores.
+    if name not in ("scores in bfloat16", "tail of columns in the largest score"):
+        assert not module.agrees(library, torch.bfloat16)
+
+
+OVERRUNS = {
+    "none": ("", ""),
+    "half a vector behind keys": ("__mmask16 some = below((width - c) / 2);", "__mmask16 some = 0xFFFF;"),
+    "a row behind keys": ("i < 2 && r + i < rows", "i < 2"),
+    "a pair of rows behind the scores": ("r + 1 < rows; r += 2", "r < rows + 1; r += 2"),
+    "less memory than is used": ("most * (d * 8 + wide * 10)", "most * (d * 8 + wide * 9)"),
+}
+
+
+@needs_cpu
+@pytest.mark.parametrize("name", OVERRUNS)
+def test_no_memory_but_its_own_is_touched(name: str, tmp_path: Path) -> None:
+    element = "(NUMBER)(0x3C00 + (i * 2654435761u >> 20 & 0x83FF))"
+    found = run_with_guards(tmp_path, KERNEL, OVERRUNS[name], element, module._FILL[torch.bfloat16])
+    if not found:
+        pytest.skip("this compiler has no address sanitizer")
+    assert found == "done" if name == "none" else "AddressSanitizer" in found, found
