@@ -60,6 +60,14 @@ _VARIABLES = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "DNNL_DEFAULT_FPMATH_MODE",
     "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_MAX_CPU_ISA",
+    "CC",
+    "CXX",
+    "COMPOSER_SPEEDUPS_NATIVE",
     "LD_PRELOAD",
 )
 # Instruction sets that decide how fast matmuls are.
