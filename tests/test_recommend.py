@@ -195,7 +195,7 @@ def test_grouped_batches_are_judged_by_tokens():
     from composer_speedups.recommend.choice import screen
 
     grouped = {"name": "length_grouped_batches", "key": "length_grouped_batches", "arguments": {}, "stage": "DATA"}
-    row = {"recipe": "plain", "seeds": [1], "status": "ok", "no_effect": [], "stable": True}
+    row = {"recipe": "plain", "runs": [{"status": "ok"}], "no_effect": [], "stable": True}
     row |= {"samples_per_second": 100.0, "real_tokens_per_second": 10_000.0}
     lucky = row | {"recipe": "plain+length_grouped_batches", "samples_per_second": 150.0}  # short texts came up
     found = screen([row, lucky], [grouped], "plain")

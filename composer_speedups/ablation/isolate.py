@@ -46,7 +46,8 @@ class Outcome:
     """How a run ended. `value` is what the entry returned, or None.
 
     `overlapped`: another run was measured meanwhile. `waited`: of the time in which it wanted a core, the share that
-    others had it; None where that is not known.
+    others had it; None where that is not known. `killed`: by the system for lack of memory, or by somebody: which of
+    them is not known.
     """
 
     status: str
@@ -56,6 +57,7 @@ class Outcome:
     seconds: float
     overlapped: bool = False
     waited: float | None = None
+    killed: bool = False
 
     @property
     def alone(self) -> bool:
@@ -348,7 +350,7 @@ class _Watch:
             if (_oom_kills() or 0) > (self._oom_kills or 0):
                 return Outcome("out_of_memory", "killed by the system for lack of memory", None, "", seconds)
             reason = "killed by SIGKILL: by the system for lack of memory, or by somebody"
-            return Outcome("failed", reason, None, "", seconds)
+            return Outcome("failed", reason, None, "", seconds, killed=True)
         if code < 0:
             return Outcome("failed", f"crashed with {signal.Signals(-code).name}", None, "", seconds)
         return Outcome("failed", f"ended without a result (exit code {code})", None, "", seconds)

@@ -29,10 +29,23 @@ Candidate = Mapping[str, Any]
 
 @dataclass
 class Screened:
-    """What one look at each has left: candidates with their gain, and the others with the reason."""
+    """What one look at each has left: candidates with their gain, and the others with the reason.
+
+    Attributes:
+        kept: to be studied.
+        rejected: name -> why not.
+        unfinished: name -> how the time was too short for it; what would help, whoever asked knows.
+        told: whether any run told something of a candidate.
+    """
 
     kept: list[tuple[Candidate, float]] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
+    unfinished: dict[str, str] = field(default_factory=dict)
+    told: bool = False
+
+    def reject(self, name: str, why: str, told: bool = True) -> None:
+        self.rejected[name] = why
+        self.told |= told
 
 
 @dataclass
@@ -90,23 +103,23 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
         row = by_name.get(ground if is_ground else f"{PLAIN if alone else ground}+{one['name']}")
         reference = by_name.get(PLAIN if alone else ground)
         name = one["name"]
-        if row is None or (not row["seeds"] and row["reason"] == "not run yet"):
-            found.rejected[name] = "not tried: the time was over. Give more --minutes"
-        elif row["status"] == "skipped":
-            found.rejected[name] = f"does not apply: {row['reason']}"
-        elif not row["seeds"]:
-            words = row["reason"].removeprefix("over the time limit of ")
-            slow = words != row["reason"]
-            found.rejected[name] = (
-                f"took over {words} to run. Give more --minutes" if slow else f"failed: {row['reason']}"
-            )
+        status = row["runs"][0]["status"] if row is not None else "pending"
+        if status in ("pending", "running", "interrupted"):
+            found.unfinished[name] = "not tried: the time was over"
+        elif status == "timeout":
+            found.unfinished[name] = f"did not end: {row['reason']}"
+        elif status == "skipped":
+            found.reject(name, f"does not apply: {row['reason']}")
+        elif status != "ok":
+            found.reject(name, f"failed: {row['reason']}", told=False)
         elif one["key"] in row["no_effect"]:
-            found.rejected[name] = "does not apply: it changed nothing in this model and task"
+            found.reject(name, "does not apply: it changed nothing in this model and task")
         elif row["stable"] is False:
-            found.rejected[name] = f"unstable: {row['quality_note'] or 'the loss was not finite'}"
+            found.reject(name, f"unstable: {row['quality_note'] or 'the loss was not finite'}")
         elif reference is None or not reference["samples_per_second"] or not row["samples_per_second"]:
-            found.rejected[name] = "not judged: what it was to be compared with did not run"
+            found.reject(name, "not judged: what it was to be compared with did not run", told=False)
         else:
+            found.told = True
             key = speed_key({"speedups": {one["key"]: one["arguments"]}})
             if not row.get(key) or not reference.get(key):
                 key = "samples_per_second"
@@ -114,7 +127,7 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
             if gain >= _GAIN:
                 found.kept.append((one, gain))
             else:
-                found.rejected[name] = f"not kept: {gain:.2f}x in one run (not judged)"
+                found.reject(name, f"not kept: {gain:.2f}x in one run (not judged)")
     return found
 
 

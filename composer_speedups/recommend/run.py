@@ -39,7 +39,6 @@ _SEEDS = (3, 7)  # repetitions: fewer tell nothing, more are for those who want 
 _BATCHES = (32, 16, 8)
 _RESERVE = 8.0  # seconds for the outputs
 _QUICK = "quick"  # the folder of a study made without a screening
-_LOOKED_AT = ("not kept", "does not apply", "unstable", "excluded")  # how the reasons of what did run begin
 
 
 @dataclass
@@ -113,6 +112,7 @@ class _Work:
         self.overhead = self.step = 0.0
         self.order: list[str] = []
         self.dataset = 0  # samples of an epoch
+        self.told = False  # whether the screening told anything
 
     def go(self, candidates: str, minutes: float) -> Recommendation:
         say = self.console.print
@@ -137,10 +137,9 @@ class _Work:
         if not chosen:
             chosen, more = self._choose(facts, screening)
             rejected |= more
-        elif screening:  # the rows of the study are settled: only the reasons are wanted
-            _, more = self._screened(screening, facts)
-            settled = "the study's rows are settled: choose another --out to look again"
-            rejected |= {name: why.replace("Give more --minutes", settled) for name, why in more.items()}
+        elif screening:  # only the reasons are wanted
+            settled = "The study's rows are settled: choose another --out to look again"
+            rejected |= self._screened(screening, facts, settled)[1]
         return self._study(chosen, rejected, self.out)
 
     def _same_machine(self, here: dict[str, Any]) -> None:
@@ -281,8 +280,16 @@ class _Work:
                 run.recipe == PLAIN and run.status in ("failed", "timeout", "out_of_memory") for run in store.runs()
             )
 
-    def _screened(self, rows: list[Recipe], facts: dict[str, Any]) -> tuple[list[Recipe], dict[str, str]]:
-        """What the screening's store says: the rows worth a study, and why the others are not."""
+    def _screened(
+        self, rows: list[Recipe], facts: dict[str, Any], remedy: str = "Give more --minutes"
+    ) -> tuple[list[Recipe], dict[str, str]]:
+        """What the screening's store says: the rows worth a study, and why the others are not.
+
+        Args:
+            rows: of the screening.
+            facts: of this machine, the candidates among them.
+            remedy: for those that the time was too short for.
+        """
         with Store(self.out / "screening" / "runs.sqlite", create=False) as store:
             found = findings(store)
         names = [recipe.name for recipe in rows]
@@ -290,8 +297,10 @@ class _Work:
         ground = dtype if dtype in names else PLAIN
         screened = screen(found.rows, facts["candidates"], ground)
         base = next(recipe for recipe in rows if recipe.name == PLAIN)
+        self.told = screened.told
         chosen, more = final_rows(base, screened)
-        return chosen, screened.rejected | more
+        unfinished = {name: f"{why}. {remedy}" for name, why in screened.unfinished.items()}
+        return chosen, screened.rejected | unfinished | more
 
     def _learn(self, result: dict[str, Any], seconds: float) -> None:
         steps = [s for s in result.get("step_seconds") or [] if s]
@@ -303,9 +312,8 @@ class _Work:
 
     def _study(self, rows: list[Recipe], rejected: dict[str, str], folder: Path) -> Recommendation:
         if len(rows) == 1:
-            looked_at = any(reason.startswith(_LOOKED_AT) for reason in rejected.values())
             text = "No speed-up helped in the screening (one run of each, not judged): use the plain recipe."
-            if not looked_at:
+            if not self.told:
                 text = "No recommendation: no speed-up could be looked at; the reasons are above."
             return self._finished(Answer(None, text, {}), rejected, None, folder)
         left = self.end - time.monotonic() - _RESERVE

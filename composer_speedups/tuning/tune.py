@@ -45,7 +45,6 @@ _LEAST, _MOST = 6, 60  # steps of a try: three of them are warm-up
 _FITTING = 4  # steps that show whether a batch fits: the optimizer's state is there after the first
 _SHARE = {"cpu": 0.8, "cuda": 0.95}  # of the memory there is, where no limit is given
 _VARYING = 0.85  # on a GPU, where batches differ in tokens: the fullest one need not be among those tried
-_KILLED = "SIGKILL"  # in the reason of a try that somebody or something killed
 
 
 @dataclass(frozen=True)
@@ -378,7 +377,7 @@ class _Session:
         def lasting(trial: dict[str, Any]) -> bool:
             if trial["status"] == "timeout":  # under a longer limit it may end well
                 return trial["allowed"] >= self.settings.timeout
-            return trial["status"] not in ("failed", "skipped") and _KILLED not in trial["reason"]
+            return trial["status"] not in ("failed", "skipped") and not trial.get("killed")
 
         known = [trial for trial in self.record.find(**what) if lasting(trial)]
         if known:
@@ -413,7 +412,7 @@ class _Session:
         status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
         if status == "interrupted":
             raise KeyboardInterrupt
-        if status == "failed" and _KILLED in reason and not self.cuda:
+        if outcome.killed and not self.cuda:
             # The kernel counts the processes that it kills, and `isolate` looks there; earlyoom and its like do not.
             status = "out_of_memory"
         peak = value.get("peak_memory_bytes")
@@ -431,6 +430,7 @@ class _Session:
             "seconds": round(outcome.seconds, 2),
             "allowed": self.settings.timeout,
             "overlapped": not outcome.alone,
+            "killed": outcome.killed,
         }
         facts = [f"{outcome.seconds:.1f} s"]
         if result["samples_per_second"]:
