@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarks.harness import markdown
 from composer_speedups.ablation.jobs import PRELOAD
-from composer_speedups.ablation.study import Entries, run_study
+from composer_speedups.ablation.study import Entries, Settings, Study, run_study
 from composer_speedups.hardware import suite_section
 from composer_speedups.recipes import Recipe, load_recipe
 
@@ -110,10 +110,8 @@ def _named(recipe: Recipe, name: str) -> Recipe:
 def _study(folder: Path, name: str, base: Recipe, other: Recipe, seeds: tuple[int, ...] = _SEEDS) -> dict[str, Any]:
     """The row of `other` in a study against `base`."""
     console = Console(file=io.StringIO())
-    result = run_study(
-        [_named(base, "base"), other], seeds=seeds, out=folder / "studies" / name, name=name, console=console,
-        entries=_ENTRIES, inspect=False,
-    )  # fmt: skip
+    study = Study([_named(base, "base"), other], seeds, folder / "studies" / name, name)
+    result = run_study(study, Settings(inspect=False, entries=_ENTRIES), console=console)
     row = next(row for row in result.findings.rows if row["recipe"] == other.name)
     with (folder / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"study": name} | row, default=str) + "\n")

@@ -72,7 +72,7 @@ def ablate(
     """
     from composer_speedups.ablation.plans import equal_batch as with_equal_batch
     from composer_speedups.ablation.selection import check_trainings, find_baseline, load_rows, overrides_in, plan_rows
-    from composer_speedups.ablation.study import run_study, show_findings
+    from composer_speedups.ablation.study import Settings, Study, plan_study, run_study, show_findings
     from composer_speedups.ablation.terminal import make_console
 
     console = make_console()
@@ -98,24 +98,15 @@ def ablate(
         recipes, chosen = _tuned(recipes, chosen, folder, tune_samples, timeout, command, console)
     if equal_batch:
         recipes = with_equal_batch(recipes, next(r for r in recipes if r.name == chosen), untuned)
-    result = run_study(
-        recipes,
-        seeds=_seeds(recipes[0].seed, seeds),
-        out=folder,
-        name=name,
-        baseline=chosen,
-        command=command,
-        timeout=timeout * 60,
-        retry=retry,
-        console=console,
-        planned=plan is not None,
-        dry_run=dry_run,
-        inspect=profile,
-    )
+    wanted = _seeds(recipes[0].seed, seeds)
+    study = Study(recipes, wanted, folder, name, chosen, command, planned=plan is not None)
+    settings = Settings(timeout=timeout * 60, retry=retry, inspect=profile)
     if dry_run:
+        found = plan_study(study, settings, console=console)
         if tune:
-            _say_tuning(untuned, folder, tune_samples, result.findings, console)
+            _say_tuning(untuned, folder, tune_samples, found, console)
         return
+    result = run_study(study, settings, console=console)
     show_findings(result.findings, console)
     console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
     if result.interrupted:

@@ -6,6 +6,7 @@ Nothing heavy is imported at the top, so that `--help` and the lists answer at o
 from __future__ import annotations
 
 import ast
+import errno
 import inspect
 import os
 import sys
@@ -40,6 +41,8 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code. What the user can mend is one line, and code 2."""
+    if sys.stdout is None:  # closed by whoever called
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
     try:
         code = app(args=arguments, prog_name="composer-speedups", standalone_mode=False)
         sys.stdout.flush()
@@ -50,8 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        # Only what is written to has no name: every file's error carries its own.
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT) or error.filename is not None:
+            raise
+        _drop_output()
+        return _complain(f"the output cannot be written: {error.strerror}", 1)
     except Exception as error:
         # Typer bundles its command-line parser from 0.2x on, so its errors have no import that fits all versions.
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
@@ -62,6 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         help_for = context.command_path if context is not None else "composer-speedups"
         return _complain(f"{error.format_message()} See {help_for} --help", error.exit_code)
+
+
+def _drop_output() -> None:
+    """What is still to be written goes nowhere, so that the interpreter's end does not stumble over it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, code: int = 2) -> int:
@@ -158,8 +172,8 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint under --save.")] = False,
     checkpoint_interval: Annotated[
-        str, typer.Option(help="How often to write a checkpoint, such as 1ep or 200ba.")
-    ] = "1ep",
+        str | None, typer.Option(help="How often to write a checkpoint, such as 200ba [default: 1ep].")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.", min=0, max=2**32 - 1)] = None,
 ) -> int:
     """Train one recipe: a live line with loss, samples/s and accuracy, and a summary at the end."""
@@ -171,6 +185,9 @@ def train(
 
     if resume and save is None:
         raise RecipeError("--resume needs the folder to resume from: add --save DIR")
+    if checkpoint_interval is not None and save is None:
+        raise RecipeError("--checkpoint-interval needs a folder for checkpoints: add --save DIR")
+    checkpoint_interval = checkpoint_interval or "1ep"
     if not INTERVAL.fullmatch(checkpoint_interval):
         raise RecipeError(
             f"--checkpoint-interval must be epochs or batches like 1ep or 200ba, got {show(checkpoint_interval)}"

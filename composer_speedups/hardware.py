@@ -174,7 +174,7 @@ def resident_memory(*, peak: bool = False) -> int | None:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """One line: what it ran on."""
+    """One line: what it ran on, and which variables held it back or helped it."""
     versions = facts.get("versions", {})
     software = ", ".join(
         f"{label} {versions[name]}"
@@ -191,7 +191,10 @@ def summary(facts: dict[str, Any]) -> str:
         memory = facts.get("memory_bytes")
         size = f", {memory / 2**30:.0f} GiB" if memory else ""
         machine = f"{cpu.get('model', 'CPU')}, {facts.get('threads')} threads{size}, no GPU"
-    return f"{machine}; {software}, Python {facts.get('python')}"
+    # Where a cache lies is recorded, but says nothing to a reader of the line.
+    shown = {name: v for name, v in (facts.get("variables") or {}).items() if not name.endswith("_DIR")}
+    variables = "".join(f"; {name}={value}" for name, value in shown.items())
+    return f"{machine}; {software}, Python {facts.get('python')}{variables}"
 
 
 _peaks: dict[tuple[str, str], float] = {}

@@ -12,6 +12,7 @@ from composer_speedups.recipe_yaml import Item, Where, read_text, show
 __all__ = ["SECTIONS", "merge", "normalised", "override_all"]
 
 COMMAND_LINE = Where("command line")
+FREE = (("speedups",), ("loggers",), ("model", "config"), ("task", "label_names"))  # mappings of any names
 SECTIONS = {"speedups": "speed-up", "loggers": "logger"}  # mappings of a name to arguments; null removes a name
 
 
@@ -82,8 +83,11 @@ def _word(name: str) -> str:
 
 
 def merge(base: Item, top: Item, lenient: bool = False, path: tuple[str, ...] = ()) -> Item:
-    """`base` with `top` laid over it. `lenient`: removing what is not there is no mistake."""
-    if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
+    """`base` with `top` laid over it. `lenient`: removing what is not there is no mistake.
+
+    Mappings are merged; an empty one in the place of a mapping of any names means none of the inherited.
+    """
+    if not (isinstance(base.value, dict) and isinstance(top.value, dict)) or (path in FREE and not top.value):
         return top
     merged = dict(base.value)
     removing = len(path) == 1 and path[0] in SECTIONS

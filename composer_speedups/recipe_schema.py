@@ -22,6 +22,7 @@ __all__ = [
     "RecipeFields",
     "ScheduleSpec",
     "SuiteFields",
+    "count_and_unit",
     "explain",
     "in_samples",
     "nearest",
@@ -206,8 +207,10 @@ class RecipeFields(_Fields):
     def _fits_together(self) -> RecipeFields:
         if self.microbatch_size is not None and self.microbatch_size > self.batch_size:
             raise ValueError(f"microbatch_size {self.microbatch_size} exceeds batch_size {self.batch_size}: lower it")
-        unit = re.sub(r"[0-9.]", "", self.schedule.warmup)
-        if self.duration.endswith(unit) and int(self.schedule.warmup[:-2]) >= int(self.duration[:-2]):
+        if self.schedule.warmup.endswith("dur"):  # a share of the duration, below 1
+            return self
+        (count, unit), (total, whole) = map(count_and_unit, (self.schedule.warmup, self.duration))
+        if unit == whole and count >= total:
             raise ValueError(
                 f"schedule.warmup {self.schedule.warmup} leaves nothing of duration {self.duration}: shorten it"
             )
@@ -238,7 +241,20 @@ def in_samples(time: str, dataset: int, batch: int) -> int:
     >>> in_samples("2ep", 8000, 32), in_samples("10ba", 8000, 32), in_samples("500sp", 8000, 32)
     (16000, 320, 500)
     """
-    return int(time[:-2]) * {"ep": dataset, "ba": batch, "sp": 1}[time[-2:]]
+    count, unit = count_and_unit(time)
+    return count * {"ep": dataset, "ba": batch, "sp": 1}[unit]
+
+
+def count_and_unit(time: str) -> tuple[int, str]:
+    """The parts of a duration, or of a warm-up in such units.
+
+    >>> count_and_unit("10ba")
+    (10, 'ba')
+    """
+    found = re.fullmatch("([0-9]+)(ep|ba|sp)", time)
+    if found is None:
+        raise ValueError(f"{time!r} is no duration: write e.g. 3ep, 100ba or 5000sp")
+    return int(found[1]), found[2]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -99,7 +99,7 @@ def read_file(path: Path, name: str) -> Item:
         if path.is_dir():
             raise RecipeError(f"{where}: is a folder. Name a YAML file in it")
         if not path.is_file():  # a device or a pipe might never end
-            raise RecipeError(f"{where}: there is no such file")
+            raise RecipeError(f"{where}: {'is no plain file' if path.exists() else 'there is no such file'}")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except RecipeError:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,23 +49,20 @@ def report(
 def _folder(run: Path) -> Path:
     folder = run.parent if run.name == "runs.sqlite" else run
     if not folder.is_dir():
-        raise UserError(f"no study in {folder}: there is no such folder")
+        there = "it is a file: name the study's folder" if folder.exists() else "there is no such folder"
+        raise UserError(f"no study in {folder}: {there}")
     return folder
 
 
 @contextlib.contextmanager
 def _opened(folder: Path, write: bool = False) -> Iterator[Store]:
-    """The study's store; unless it is to be written, a copy: SQLite changes even the file that it only reads."""
+    """The study's store; unless it is to be written, a copy."""
+    from composer_speedups.ablation.aside import STORE, copied_aside
     from composer_speedups.ablation.store import Store
 
-    with tempfile.TemporaryDirectory() as aside:
-        place = folder
-        if not write:
-            place = Path(aside)
-            for file in folder.glob("runs.sqlite*"):  # of a study that goes on, with what is not in the one file yet
-                shutil.copy(file, place)
+    with contextlib.nullcontext(folder) if write else copied_aside(folder) as place:
         try:
-            store = Store(place / "runs.sqlite", create=False)
+            store = Store(place / STORE, create=False)
         except UserError as error:
             raise UserError(str(error).replace(str(place), str(folder))) from error
         with store:

@@ -10,7 +10,10 @@ __all__ = ["stop_on_termination"]
 
 
 def stop_on_termination() -> None:
-    """From now on SIGTERM raises KeyboardInterrupt in the main thread."""
+    """From now on SIGTERM raises KeyboardInterrupt in the main thread, as SIGINT does.
+
+    Composer, when it is imported, puts handlers for both in place that end the process with no word.
+    """
     if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
         return
 
@@ -18,3 +21,4 @@ def stop_on_termination() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from composer_speedups.termination import stop_on_termination
+
 if TYPE_CHECKING:
     from composer_speedups import results
     from composer_speedups.recipes import Recipe
@@ -25,9 +27,11 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
     console.print(_plan(recipe), style="dim")
     console.print("loading torch and Composer ...", style="dim")
 
+    stop_on_termination()
     from composer_speedups.recipes import check_speedups
-    from composer_speedups.training import run  # takes some seconds
+    from composer_speedups.training import run  # takes some seconds, and Composer its own handlers
 
+    stop_on_termination()
     check_speedups(recipe)
 
     with _LiveLine(console) as line:

@@ -60,7 +60,9 @@ def compiled(folder: Path, name: str, old: str = "", new: str = "", flags: tuple
     quick = ["-O1" if flag == "-O3" else flag for flag in building._FLAGS]
     command = [shutil.which("cc") or "gcc", *quick, *flags, "-shared", "mutant.c", "-o", "mutant.so"]
     subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "mutant.so"))
+    library = ctypes.CDLL(str(folder / "mutant.so"))
+    library.threaded = True  # as far as anybody asks
+    return library
 
 
 def run_with_guards(folder: Path, name: str, fault: tuple[str, str], element: str, fill: int, *flags: str) -> str:
@@ -100,15 +102,16 @@ int main(void) {
   static const int32_t all[][3] = {{7, 7, 16},  {1, 131, 32},  {131, 1, 48}, {0, 5, 64},
                                    {5, 0, 16}, {100, 33, 80}, {97, 64, 128}};
   for (int i = 0; i < 7; i++) {
-    int32_t *queries = malloc(4), *keys = malloc(4);
-    *queries = all[i][0], *keys = all[i][1];
-    int64_t d = all[i][2], heads = 2, q = *queries * heads * d, k = *keys * heads * d;
-    int64_t wide = (*keys + FILLED - 1) / FILLED * FILLED;
+    /* a short sequence before it: memory must do for the longest */
+    int32_t *queries = malloc(8), *keys = malloc(8);
+    queries[0] = 3, keys[0] = 2, queries[1] = all[i][0], keys[1] = all[i][1];
+    int64_t d = all[i][2], heads = 2, q = (queries[1] + 3) * heads * d, k = (keys[1] + 2) * heads * d;
+    int64_t wide = (keys[1] + FILLED - 1) / FILLED * FILLED, kept = queries[1] * wide + 3 * FILLED;
     Call c = {.q = numbers(q), .k = numbers(k), .v = numbers(k), .gradient = numbers(q), .out = numbers(q),
-              .dq = numbers(q), .dk = numbers(k), .dv = numbers(k), .queries = queries, .keys = keys, .sequences = 1,
+              .dq = numbers(q), .dk = numbers(k), .dv = numbers(k), .queries = queries, .keys = keys, .sequences = 2,
               .heads = heads, .width = d, .k0 = 1, .k1 = 2, .least = -30000, .threads = 1, .scale = 0.1f, .keep = 1.1f,
-              .probabilities = aligned_alloc(64, (size_t)(heads * *queries * wide) * sizeof(NUMBER)),
-              .inverse = malloc((size_t)(heads * *queries) * 4)};
+              .probabilities = aligned_alloc(64, (size_t)(heads * kept) * sizeof(NUMBER)),
+              .inverse = malloc((size_t)(heads * (queries[1] + 3)) * 4)};
     c.q_token = c.k_token = c.v_token = c.g_token = heads * d;
     c.q_head = c.k_head = c.v_head = c.g_head = d;
     if (forward(&c) || backward(&c)) return 3;

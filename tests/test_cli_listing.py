@@ -80,6 +80,9 @@ def test_recipes_takes_a_path(run, tmp_path: Path) -> None:
         (["recipes", "demoo"], "unknown recipe 'demoo'. Nearest: demo, "),
         (["recipes", "batch_size=8"], "name the recipe first"),
         (["recipes", "gone.yaml"], "gone.yaml: there is no such file"),
+        (["recipes", "/dev/null"], "/dev/null: is no plain file"),
+        (["report", __file__], "it is a file: name the study's folder"),
+        (["train", "demo/fp32", "--checkpoint-interval", "1ba"], "needs a folder for checkpoints: add --save DIR"),
         (["recipes", "--frobnicate"], "No such option"),
         (["recipes", "a\nb"], r"unknown recipe 'a\nb'"),
         (["algorithms", "fused_adam"], "unknown speed-up 'fused_adam'. Nearest: fused_adamw"),
@@ -158,6 +161,16 @@ def test_runs_as_a_module_and_survives_a_closed_pipe() -> None:
         errors = process.stderr.read()
         process.wait(timeout=120)
     assert errors == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_output_that_cannot_be_written_is_one_line() -> None:
+    module = [sys.executable, "-m", "composer_speedups", "recipes", "demo/fp32"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(module, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device\n")
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *module], capture_output=True, text=True, timeout=120)
+    assert (closed.returncode, closed.stderr) == (0, "")
 
 
 def test_a_terminal_gets_a_table_and_rendered_markdown(run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ def test_environment_says_what_a_number_depends_on(monkeypatch):
     assert "hidden" not in json.dumps(facts)
     assert facts["cpu"]["model"] and facts["memory_bytes"] > 2**28 and facts["threads"] >= 1
     assert facts["commit"] is None or len(facts["commit"]["id"]) == 40
-    assert facts["versions"]["torch"] in hardware.summary(facts)
+    line = hardware.summary(facts | {"variables": facts["variables"] | {"TRITON_CACHE_DIR": "/cache"}})
+    assert facts["versions"]["torch"] in line and "; OMP_NUM_THREADS=1" in line and "/cache" not in line
 
 
 def test_peak_is_that_of_a_matmul(device: str):

@@ -759,6 +759,27 @@ def test_overrides_that_are_mistaken(override: str, expected: str) -> None:
     assert expected in refusal("finetune/fp32", [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "left"),
+    [
+        ("speedups={}", {}),
+        ("model.config={}", {}),
+        ("model.config={hidden_size: 128}", {"hidden_size": 128, "num_hidden_layers": 4}),
+        ("speedups.torch_compile={}", {"torch_compile": {"scope": "block"}}),
+    ],
+)
+def test_an_empty_mapping_of_names_means_none_of_the_inherited(write, override: str, left: dict) -> None:
+    write("model: {config: {num_hidden_layers: 4}}\nspeedups: {torch_compile: {scope: block}}\n", "base.yaml")
+    child = write("extends: base.yaml\n", "child.yaml")
+    recipe = load_recipe(child, [override], check_arguments=False)
+    assert (recipe.model.config if "config" in override else recipe.speedups) == left
+    section, _, value = override.partition("=")
+    if value == "{}" and section.count(".") < 2 and not section.startswith("speedups."):  # the same in a file
+        text = "speedups: {}" if section == "speedups" else "model: {config: {}}"
+        same = load_recipe(write(f"extends: base.yaml\n{text}\n", "same.yaml"), check_arguments=False)
+        assert same.to_dict() | {"name": ""} == recipe.to_dict() | {"name": ""}
+
+
 def test_overrides_must_be_a_list() -> None:
     with pytest.raises(TypeError, match="list of 'key=value'"):
         load_recipe("finetune/fp32", "batch_size=3")

@@ -22,8 +22,7 @@ Row = Mapping[str, Any]
 
 _FIRST = ("recipe", "speedup", "published", "samples_per_second")
 _CAPTIONS = {
-    "speedups": "Blue is shown to be faster, orange slower, grey neither. Lines are "
-    f"{CONFIDENCE * 100:.0f} % intervals over the seeds; diamonds are the source's figures on its own hardware.",
+    "speedups": "Blue is shown to be faster, orange slower, grey neither.",
     "speed_memory": "Up and left is better. The dashed line joins the recipes that no other one beats in both.",
     "step_time": "Of a few profiled steps after the measured ones; a bar is as long as a sample takes in the table. "
     "The backward pass counts with what caused it. Copies are copies, casts and views; the loop is Python and waiting.",
@@ -36,6 +35,11 @@ _CAPTIONS = {
 }
 
 
+# What else the picture of speed-ups has, in some studies.
+_INTERVALS = f" Lines are {CONFIDENCE * 100:.0f} % intervals over the seeds."
+_DIAMONDS = " Diamonds are the source's figures on its own hardware."
+
+
 def report_html(found: Findings, drawings: Mapping[str, Drawing]) -> str:
     """The whole page as text."""
     study = found.study
@@ -45,7 +49,7 @@ def report_html(found: Findings, drawings: Mapping[str, Drawing]) -> str:
         "CONDITIONS": _items(found.conditions),
         "TABLE": _table(found.rows),
         "NOTES": _items(notes(found.rows)),
-        "CHARTS": _charts(drawings, str(study["baseline"])),
+        "CHARTS": _charts(drawings, str(study["baseline"]), found.rows),
         "EVIDENCE": _evidence(found.rows),
         "COMMAND": escape(study.get("command") or "made from Python: composer_speedups.ablation.study.run_study"),
         "ENVIRONMENT": _facts(found.environment),
@@ -109,13 +113,16 @@ def _sort_key(row: Row, key: str) -> str:
     return "" if value is None else str(int(value) if isinstance(value, bool) else value)
 
 
-def _charts(drawings: Mapping[str, Drawing], baseline: str) -> str:
+def _charts(drawings: Mapping[str, Drawing], baseline: str, rows: Sequence[Row]) -> str:
     if not drawings:
         return ""
+    captions = dict(_CAPTIONS)
+    captions["speedups"] += _INTERVALS if any(row["speedup_interval"] for row in rows) else ""
+    captions["speedups"] += _DIAMONDS if any((row.get("published") or {}).get("speedup") for row in rows) else ""
     figures = []
     for name, drawing in drawings.items():
         title = f"{drawing.title}, against {baseline}" if name == "speedups" else drawing.title
-        caption = escape(_CAPTIONS.get(name, ""))
+        caption = escape(captions.get(name, ""))
         figures.append(
             f"<figure><h3>{escape(title)}</h3>{drawing.svg(themed=True)}<figcaption>{caption}</figcaption></figure>"
         )

@@ -154,11 +154,11 @@ def _outside(baseline: str, overrides: list[str]) -> Recipe:
 
 def _as_long(recipe: Recipe, base: Recipe) -> bool:
     """Whether both train for the same duration, or as many samples, as far as whole batches allow."""
-    from composer_speedups.recipe_schema import in_samples
+    from composer_speedups.recipe_schema import count_and_unit, in_samples
 
     if recipe.duration == base.duration:
         return True
-    if "ep" in (recipe.duration[-2:], base.duration[-2:]):  # how many samples an epoch has is not known here
+    if "ep" in {count_and_unit(r.duration)[1] for r in (recipe, base)}:  # an epoch's samples are not known here
         return False
     one, other = (in_samples(r.duration, 0, r.batch_size) for r in (recipe, base))
     return abs(one - other) <= max(recipe.batch_size, base.batch_size) / 2

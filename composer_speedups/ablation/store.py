@@ -109,7 +109,10 @@ class Store:
                 self._db.close()
             self._open(f"{self.path.absolute().as_uri()}?mode=rwc", write=True)
         except (sqlite3.OperationalError, OSError) as error:
-            raise StoreError(f"cannot open {self.path}: {error}. Choose another --out") from error
+            raise StoreError(
+                f"cannot open {self.path}: {error}. Choose another folder; `report --no-write` looks at one that "
+                f"cannot be written to"
+            ) from error
         except sqlite3.DatabaseError as error:
             raise self._damaged(error) from error
 
@@ -124,14 +127,6 @@ class Store:
         with suppress(sqlite3.Error):  # another process is at it: the last one to close does it
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
-
-    def copy(self, path: Path) -> None:
-        """Write a copy of the store as it is now."""
-        other = sqlite3.connect(path)
-        try:
-            self._db.backup(other)
-        finally:
-            other.close()
 
     # --- The study ---
 
@@ -358,11 +353,11 @@ class Store:
             application = self._db.execute("PRAGMA application_id").fetchone()[0]
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if application != APPLICATION:
-                raise StoreError(f"{self.path} is a database of something else. Choose another --out")
+                raise StoreError(f"{self.path} is a database of something else. Choose another folder")
             if version != VERSION:
                 raise StoreError(
                     f"{self.path} was written by another version (layout {version}, this one reads {VERSION}). "
-                    f"Choose another --out"
+                    f"Choose another folder"
                 )
             found = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if found != "ok":
@@ -456,12 +451,12 @@ def _check_header(path: Path) -> None:
     if not path.exists():
         return
     if not path.is_file():
-        raise StoreError(f"{path} is not a file. Choose another --out")
+        raise StoreError(f"{path} is not a file. Choose another folder")
     try:
         with path.open("rb") as file:
             header = file.read(16)
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}. Choose another --out") from error
+        raise StoreError(f"cannot read {path}: {error.strerror}. Choose another folder") from error
     # An empty file is what a kill leaves in the instant between making the file and its first page.
     if header and header != b"SQLite format 3\0":
         raise StoreError(

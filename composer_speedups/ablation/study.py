@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from composer_speedups import hardware
+from composer_speedups.ablation.aside import STORE, copied_aside
 from composer_speedups.ablation.estimate import duration, expected_seconds, remaining_seconds
 from composer_speedups.ablation.isolate import Isolation, Outcome
 from composer_speedups.ablation.jobs import PRELOAD
@@ -26,7 +26,7 @@ from composer_speedups.ablation.tables import notes, short_names
 from composer_speedups.ablation.terminal import make_console, terminal_table
 from composer_speedups.errors import UserError
 
-__all__ = ["TIMEOUT", "Entries", "StudyResult", "run_study", "show_findings"]
+__all__ = ["TIMEOUT", "Entries", "Settings", "Study", "StudyResult", "plan_study", "run_study", "show_findings"]
 
 TIMEOUT = 2 * 3600.0  # seconds that one run may take
 _JOBS = "composer_speedups.ablation.jobs"
@@ -48,6 +48,80 @@ class Entries:
     preload: tuple[str, ...] = PRELOAD
 
 
+@dataclass(frozen=True)
+class Study:
+    """What is compared.
+
+    Attributes:
+        recipes: in the order of the table.
+        seeds: of the repetitions.
+        folder: where the results are.
+        name: shown above the table.
+        baseline: the recipe that the others are compared with; "" is the first.
+        command: how to make this study again; goes into the report.
+        planned: the recipes were put together by a plan; those that contradict themselves are skipped.
+
+    Raises:
+        UserError: there is nothing to study, two recipes have one name, or the baseline is none of them.
+    """
+
+    recipes: Sequence[_Recipe]
+    seeds: Sequence[int]
+    folder: Path
+    name: str = "study"
+    baseline: str = ""
+    command: str = ""
+    planned: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.recipes:
+            raise UserError("nothing to study: name a suite or a recipe")
+        if not self.seeds:
+            raise UserError("nothing to study: no seeds. Write --seeds 1 or more")
+        names = [recipe.name for recipe in self.recipes]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise UserError(
+                f"more than one recipe is called {', '.join(twice)}. Keep one, or give files a name: of their own"
+            )
+        if self.baseline and self.baseline not in names:
+            raise UserError(f"the baseline {self.baseline} is none of the recipes: {', '.join(names)}")
+
+    def begin(self, store: Store) -> dict[str, dict[str, Any]]:
+        """Write into `store` what is to be run, as far as it is not there; the recipes, plain, by their names."""
+        recipes = {recipe.name: recipe.to_dict() for recipe in self.recipes}
+        baseline = self.baseline or next(iter(recipes))
+        about = {"name": self.name, "baseline": baseline, "command": self.command, "created": time.time()}
+        store.begin(about, list(recipes.items()))
+        if self.command:
+            store.note(command=self.command)  # the latest: it may ask for more seeds than the first did
+        # The order of the baseline comes first: everything is compared with it.
+        store.plan(interleave([baseline, *(name for name in recipes if name != baseline)], self.seeds))
+        return recipes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How runs are made.
+
+    Attributes:
+        timeout: seconds after which a run is stopped; None is never.
+        retry: make runs again that had failed or were skipped.
+        inspect: after the first run of each recipe, look where a step's time and the memory go.
+        until: a time of `time.monotonic`, after which no run starts; one that is not over by then is left for the next
+            call, and so is one that would not be.
+        expected: seconds of one run, where the caller knows better than the guess from the recipe.
+        entries: what runs in the processes.
+    """
+
+    timeout: float | None = TIMEOUT
+    retry: bool = False
+    inspect: bool = True
+    until: float | None = None
+    expected: float | None = None
+    entries: Entries = Entries()
+
+
 @dataclass
 class StudyResult:
     """What came of it."""
@@ -58,99 +132,36 @@ class StudyResult:
 
 
 def run_study(
-    recipes: Sequence[_Recipe],
+    study: Study,
+    settings: Settings | None = None,
     *,
-    seeds: Sequence[int],
-    out: Path,
-    name: str = "study",
-    baseline: str | None = None,
-    command: str = "",
-    timeout: float | None = TIMEOUT,
-    retry: bool = False,
     console: Console | None = None,
-    entries: Entries | None = None,
-    planned: bool = False,
-    dry_run: bool = False,
-    inspect: bool = True,
-    until: float | None = None,
     isolation: Isolation | None = None,
-    expected: float | None = None,
 ) -> StudyResult:
-    """Run every recipe with every seed, each in a fresh process, and write the results into `out`.
+    """Run every recipe with every seed, each in a fresh process, and write the results into the study's folder.
 
     The same call again goes on where the last one stopped, however it was stopped. Two calls at once share
     the work.
 
     Args:
-        recipes: what is compared, in the order of the table.
-        seeds: of the repetitions.
-        out: the folder of the study.
-        name: shown above the table.
-        baseline: the recipe that the others are compared with; None is the first.
-        command: how to make this study again; goes into the report.
-        timeout: seconds after which a run is stopped; None is never.
-        retry: make runs again that had failed or were skipped.
+        study: what is compared.
+        settings: how; None is the usual.
         console: where progress is shown.
-        entries: what runs in the processes.
-        planned: the recipes were put together by a plan; those that contradict themselves are skipped.
-        dry_run: say what would run, what would be skipped and why, and how long it would take; run and write nothing.
-        inspect: after the first run of each recipe, look where a step's time and the memory go.
-        until: a time of `time.monotonic`, after which no run starts; one that is not over by then is left for the next
-            call, and so is one that would not be.
         isolation: what makes the processes, if the caller has one already.
-        expected: seconds of one run, where the caller knows better than the guess from the recipe.
 
     Raises:
-        UserError: a recipe is wrong, or `out` cannot be used.
+        UserError: a recipe is wrong, or the folder cannot be used.
     """
-    if not recipes:
-        raise UserError("nothing to study: name a suite or a recipe")
-    if not seeds:
-        raise UserError("nothing to study: no seeds. Write --seeds 1 or more")
-    entries = entries or Entries()
-    console = console or make_console()
-    names = [recipe.name for recipe in recipes]
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
-        raise UserError(
-            f"more than one recipe is called {', '.join(twice)}. Keep one, or give files a name: of their own"
-        )
-    baseline = baseline or names[0]
-    if baseline not in names:
-        raise UserError(f"the baseline {baseline} is none of the recipes: {', '.join(names)}")
-    resolved = [(recipe.name, recipe.to_dict()) for recipe in recipes]
-    folder = Path(out)
-    with (
-        nullcontext(isolation) if isolation else Isolation(entries.train, entries.preload) as isolation,
-        _copied(folder) if dry_run else nullcontext(folder) as place,
-        Store(place / "runs.sqlite") as store,
-    ):
-        # The order of the baseline comes first: everything is compared with it.
-        order = [baseline, *(n for n in names if n != baseline)]
-        store.begin({"name": name, "baseline": baseline, "command": command, "created": time.time()}, resolved)
-        if command:
-            store.note(command=command)  # the latest: it may ask for more seeds than the first did
-        store.plan(interleave(order, seeds))
-        if retry:
-            store.retry(seeds=seeds)
-        study = _Study(store, isolation, folder, dict(resolved), seeds, timeout, console, inspect)
-        study.until, study.each = until, expected
-        if study.left():
-            study.look(entries.survey, recipes, planned)
-            study.announce(name)
-        else:
-            console.print(f"Nothing left to run: {escape(str(folder))} is complete.")
-            study.announce_others()
-        if dry_run:
-            study.show_plan()
-            return StudyResult(folder, findings(store))
+    settings = settings or Settings()
+    folder = Path(study.folder)
+    with _opened(study, settings, folder, console, isolation) as work:
         interrupted = False
         try:
-            study.work()
+            work.work()
         except KeyboardInterrupt:
             interrupted = True
         try:
-            found = write_all(store, folder)
+            found = write_all(work.store, folder)
         except OSError as error:
             raise UserError(
                 f"cannot write into {folder}: {error.strerror}. All runs are in its runs.sqlite: mend that, then "
@@ -159,24 +170,63 @@ def run_study(
     return StudyResult(folder, found, interrupted)
 
 
-class _Study:
+def plan_study(study: Study, settings: Settings | None = None, *, console: Console | None = None) -> Findings:
+    """Say what would run, what would be skipped and why, and how long it would take; run and write nothing.
+
+    Args:
+        study: what would be compared.
+        settings: how it would be run; None is the usual.
+        console: where it is said.
+
+    Returns:
+        What is known so far.
+    """
+    folder = Path(study.folder)
+    with (
+        copied_aside(folder) as copy,
+        _opened(study, settings or Settings(), copy, console, None) as work,
+    ):
+        work.show_plan()
+        return findings(work.store)
+
+
+@contextmanager
+def _opened(
+    study: Study, settings: Settings, place: Path, console: Console | None, isolation: Isolation | None
+) -> Iterator[_Work]:
+    """The study's store in `place`, with all that is asked for in it, and what was said of it."""
+    entries, console = settings.entries, console or make_console()
+    with (
+        nullcontext(isolation) if isolation else Isolation(entries.train, entries.preload) as isolation,
+        Store(place / STORE) as store,
+    ):
+        recipes = study.begin(store)
+        if settings.retry:
+            store.retry(seeds=study.seeds)
+        work = _Work(store, isolation, study, settings, recipes, console)
+        if work.left():
+            work.look()
+            work.announce()
+        else:
+            console.print(f"Nothing left to run: {escape(str(study.folder))} is complete.")
+            work.announce_others()
+        yield work
+
+
+class _Work:
     """One process's part in a study."""
 
     def __init__(
         self,
         store: Store,
         isolation: Isolation,
-        folder: Path,
+        study: Study,
+        settings: Settings,
         recipes: dict[str, dict[str, Any]],
-        seeds: Sequence[int],
-        timeout: float | None,
         console: Console,
-        inspect: bool,
     ) -> None:
-        self.store, self.isolation, self.folder, self.inspect = store, isolation, folder, inspect
-        self.recipes, self.seeds, self.timeout, self.console = recipes, seeds, timeout, console
-        self.until: float | None = None
-        self.each: float | None = None
+        self.store, self.isolation, self.study, self.settings = store, isolation, study, settings
+        self.recipes, self.seeds, self.console = recipes, study.seeds, console
         self.environment: int | None = None
         self.facts: dict[str, Any] = {}
         self.expected: dict[str, float | None] = {}
@@ -195,14 +245,14 @@ class _Study:
         if count:
             self.console.print(f"{count} runs of other seeds, asked for by an earlier command, are left undone")
 
-    def look(self, entry: str, recipes: Sequence[_Recipe], planned: bool) -> None:
+    def look(self) -> None:
         """Ask a fresh process about the machine and the recipes."""
         self.console.print("Looking at this machine ...", style="dim")
         known = self.store.study().get("peaks") or {}
         kind = hardware.hardware()
         wanted = {name: p for name, r in self.recipes.items() if (p := precision(r, kind)) not in known}
-        payload = {"recipes": list(recipes), "peaks": wanted, "planned": planned}
-        outcome = self.isolation.run(payload, timeout=600, entry=entry)
+        payload = {"recipes": list(self.study.recipes), "peaks": wanted, "planned": self.study.planned}
+        outcome = self.isolation.run(payload, timeout=600, entry=self.settings.entries.survey)
         if outcome.value is None:
             raise UserError(f"cannot look at this machine: {outcome.reason}\n{outcome.log}".strip())
         answer = outcome.value
@@ -213,7 +263,7 @@ class _Study:
             difference = hardware.same_machine(before, self.facts)
             if difference:
                 raise StoreError(
-                    f"{self.folder} was measured on another machine or installation ({difference}): "
+                    f"{self.study.folder} was measured on another machine or installation ({difference}): "
                     f"its speeds cannot be compared with this one's. Choose another --out"
                 )
         self.environment = self.store.add_environment(self.facts)
@@ -224,16 +274,17 @@ class _Study:
             self.console.print(f"No MFU in {unmeasured}: its matmul cannot be measured here ({escape(reason)})")
         for name, reason in answer["skip"].items():
             self.store.skip(name, reason)
-        self.expected = {n: self.each or expected_seconds(r, peaks, kind) for n, r in self.recipes.items()}
+        self.expected = {n: self.settings.expected or expected_seconds(r, peaks, kind) for n, r in self.recipes.items()}
 
-    def announce(self, name: str) -> None:
+    def announce(self) -> None:
         """Say what will run, on what, and for about how long."""
         runs, seeds = self.runs(), self.seeds
         left = [run for run in runs if run.status not in DONE]
         skipped = {run.recipe: run.reason for run in runs if run.status == "skipped"}
         finished = sum(run.status in DONE and run.status != "skipped" for run in runs)
         say = self.console.print
-        say(f"[bold]{escape(name)}[/]: {len(self.recipes)} recipes, {len(seeds)} seed{'s' * (len(seeds) > 1)}")
+        plural = "s" if len(seeds) > 1 else ""
+        say(f"[bold]{escape(self.study.name)}[/]: {len(self.recipes)} recipes, {len(seeds)} seed{plural}")
         say(f"On {escape(hardware.summary(self.facts))}")
         if finished:
             say(f"{finished} runs are finished already and are kept")
@@ -246,7 +297,7 @@ class _Study:
         about = f", about {duration(seconds)}" if seconds is not None else ""
         which = ", ".join(dict.fromkeys(self.short[run.recipe] for run in left))
         say(f"To run: {len(left)} runs{about}: {escape(which)}")
-        say(f"Results go to {escape(str(self.folder))}", soft_wrap=True)
+        say(f"Results go to {escape(str(self.study.folder))}", soft_wrap=True)
 
     def show_plan(self) -> None:
         """The runs that are left, in the order in which they would be made."""
@@ -279,28 +330,28 @@ class _Study:
     def _write_up(self) -> None:
         """Write the outputs so far. What cannot be written now can be later: the runs are in the store."""
         try:
-            write_all(self.store, self.folder, pictures=False)
+            write_all(self.store, Path(self.study.folder), pictures=False)
         except OSError as error:
             self.console.print(
-                f"{self.folder} cannot be written to now ({error.strerror}); the runs go on into runs.sqlite",
+                f"{self.study.folder} cannot be written to now ({error.strerror}); the runs go on into runs.sqlite",
                 style="yellow",
                 markup=False,
             )
 
     def _time_limit(self) -> float | None:
         """Seconds that the next run may take."""
-        left = None if self.until is None else max(0.0, self.until - time.monotonic())
-        return min((limit for limit in (self.timeout, left) if limit is not None), default=None)
+        left = None if self.settings.until is None else max(0.0, self.settings.until - time.monotonic())
+        return min((limit for limit in (self.settings.timeout, left) if limit is not None), default=None)
 
     def _too_late(self) -> bool:
         """Whether the time is over, or too short for the next run, judged by how long its like took."""
-        if self.until is None:
+        if self.settings.until is None:
             return False
         runs = self.runs()
         waiting = [run for run in runs if run.status in ("pending", "interrupted")]
         done = [run for run in runs if run.status in DONE]
         alone = remaining_seconds([*done, waiting[0]], self.expected) if waiting and done else None
-        return time.monotonic() + (alone or 0.0) >= self.until
+        return time.monotonic() + (alone or 0.0) >= self.settings.until
 
     def _one(self, run: Run, display: Display) -> None:
         runs = self.runs()
@@ -316,14 +367,18 @@ class _Study:
 
         # Once a recipe is enough: where time and memory go does not depend on the seed.
         looked = any(r.recipe == run.recipe and r.result.get("memory") for r in runs)
-        payload = {"recipe": self.recipes[run.recipe], "seed": run.seed, "inspect": self.inspect and not looked}
+        payload = {
+            "recipe": self.recipes[run.recipe],
+            "seed": run.seed,
+            "inspect": self.settings.inspect and not looked,
+        }
         try:
             outcome = self.isolation.run(payload, timeout=self._time_limit(), report=display.progress, tick=tick)
         except BaseException:
             self.store.finish(run, "interrupted", "stopped by the user", None, "")
             raise
         status, reason = _judged(outcome)
-        if status == "timeout" and self.until is not None and time.monotonic() >= self.until:
+        if status == "timeout" and self.settings.until is not None and time.monotonic() >= self.settings.until:
             self.store.finish(run, "interrupted", "the time for the study was over", None, "")
             return
         if isinstance(outcome.value, dict):
@@ -334,16 +389,6 @@ class _Study:
             self.store.skip(run.recipe, reason)
         if status == "interrupted":
             raise KeyboardInterrupt
-
-
-@contextmanager
-def _copied(folder: Path) -> Iterator[Path]:
-    """A folder to be thrown away, with a copy of the study in `folder` if there is one."""
-    with tempfile.TemporaryDirectory() as temporary:
-        if (folder / "runs.sqlite").is_file():
-            with Store(folder / "runs.sqlite", create=False) as store:
-                store.copy(Path(temporary) / "runs.sqlite")
-        yield Path(temporary)
 
 
 def _judged(outcome: Outcome) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from composer.core import State
 from composer.loggers import Logger
 from torch.autograd.function import once_differentiable
 
+from composer_speedups.algorithms.mixed_precision import runs_in_low_precision
 from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import swap_classes
@@ -62,10 +63,13 @@ class LowPrecisionNorm(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         count = apply_low_precision_norm(state.model)
+        nothing = "no torch.nn.LayerNorm in the model"
+        if count and not runs_in_low_precision(state):
+            count, nothing = 0, "the Trainer trains in float32, without autocast, whose dtype norms would take"
         self.report(
             logger,
             count,
-            "no torch.nn.LayerNorm in the model",
+            nothing,
             norm_class=_LowPrecisionLayerNorm.__name__,
         )
 

@@ -39,7 +39,7 @@ from composer_speedups.hardware import multiplies_bf16
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import override_methods, overrides
 
-__all__ = ["MixedPrecision", "apply_mixed_precision"]
+__all__ = ["MixedPrecision", "apply_mixed_precision", "runs_in_low_precision"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 METHODS = ("forward", "loss", "eval_forward", "update_metric")
@@ -74,6 +74,12 @@ def apply_mixed_precision(model: torch.nn.Module, dtype: str) -> int:
     if reason is not None and not (dtype == "fp16" and torch.cuda.is_available()):
         raise SpeedUpUnavailable(f"mixed precision in {dtype} cannot be used here: {reason}")
     return override_methods(model, METHODS, wrap)
+
+
+def runs_in_low_precision(state: State) -> bool:
+    """Whether the model is called under autocast: by the Trainer, or, on the CPU, by its own methods."""
+    by_trainer = state.precision is not Precision.FP32
+    return by_trainer or any(isinstance(other, _Autocast) for other in overrides(state.model))
 
 
 class MixedPrecision(SpeedUp):

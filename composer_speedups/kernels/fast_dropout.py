@@ -61,7 +61,7 @@ def draw_keys() -> Keys:
     >>> keys == (torch.manual_seed(3) and draw_keys())
     True
     """
-    first, second = torch.randint(0, 1 << 32, (2,)).tolist()
+    first, second = torch.randint(0, 1 << 32, (2,), device="cpu").tolist()
     return first, second
 
 
@@ -87,7 +87,7 @@ def fast_dropout(x: torch.Tensor, p: float, training: bool = True, inplace: bool
     if not 0 <= p < 1 or not x.is_cpu or not x.is_floating_point() or x.numel() > _MOST or not plain(x):
         return torch.nn.functional.dropout(x, p, training, inplace)
     if compiling:
-        out = _by_torch(x, torch.randint(0, 1 << 32, (2,)).unbind(), _dropped(p))
+        out = _by_torch(x, torch.randint(0, 1 << 32, (2,), device="cpu").unbind(), _dropped(p))
         return x.copy_(out) if inplace else out
     return _Dropout.apply(x, draw_keys(), _dropped(p), inplace)
 
@@ -120,7 +120,7 @@ def fast_dropout_mask(
     if dtype == torch.bool or dtype not in _KERNELS or native() is None:
         keep = _keep(size, keys, _dropped(p)).view(tuple(shape))
         return keep if dtype == torch.bool else keep.to(dtype).mul_(1 / (1 - realised(p)))
-    mask = torch.ones(tuple(shape), dtype=dtype)
+    mask = torch.ones(tuple(shape), dtype=dtype, device="cpu")
     return _native(mask, mask, keys, _dropped(p))
 
 
@@ -131,7 +131,7 @@ def keep_by_torch(size: int, keys: Sequence[int | torch.Tensor], dropped: int) -
     the sign that they drag along.
     """
     first, second = (key.to(torch.int32) if isinstance(key, torch.Tensor) else _signed(key) for key in keys)
-    h = torch.arange((size + 1) // 2, dtype=torch.int32) * _signed(0x9E3779B9) + first
+    h = torch.arange((size + 1) // 2, dtype=torch.int32, device="cpu") * _signed(0x9E3779B9) + first
     h = (h ^ (h >> 16 & 0xFFFF) ^ second) * 0x7FEB352D
     h = (h ^ (h >> 15 & 0x1FFFF)) * _signed(0x846CA68B)
     h = h ^ (h >> 16 & 0xFFFF)
@@ -148,7 +148,7 @@ def native() -> ctypes.CDLL | None:
     for name in _KERNELS.values():
         kernel = getattr(library, name)
         kernel.argtypes, kernel.restype = _ARGUMENTS, None
-    probe, keys = torch.empty(1031, dtype=torch.bool), (0xDEADBEEF, 0x12345678)
+    probe, keys = torch.empty(1031, dtype=torch.bool, device="cpu"), (0xDEADBEEF, 0x12345678)
     library.keep_mask(None, probe.data_ptr(), len(probe), *keys, 6554 - _STEPS // 2, 1.0, 1)
     return library if torch.equal(probe, keep_by_torch(len(probe), keys, 6554)) else None
 
@@ -201,7 +201,7 @@ def _by_torch(x: torch.Tensor, keys: Sequence[int | torch.Tensor], dropped: int)
 
 def _keep(size: int, keys: Keys, dropped: int) -> torch.Tensor:
     """`keep_by_torch`, by the C kernel or else in chunks."""
-    keep = torch.empty(size, dtype=torch.bool)
+    keep = torch.empty(size, dtype=torch.bool, device="cpu")
     if native() is not None:
         return _native(keep, keep, keys, dropped)
     for start in range(0, size, 2 * _CHUNK):

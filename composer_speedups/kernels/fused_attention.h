@@ -76,7 +76,7 @@ static int run(const Call *c, void (*task)(const Call *, const Span *, int64_t, 
   if (!failed) qsort(spans, (size_t)count, sizeof *spans, longest_first);
 #pragma omp parallel num_threads(c->threads) if (first > WORTHWHILE) reduction(| : failed)
   {
-    char *memory = failed ? 0 : aligned_alloc(64, (size_t)up(most + 64, 64));
+    char *memory = aligned_alloc(64, (size_t)up(most + 64, 64));
     failed |= !memory;
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < count * c->heads; i++)

@@ -3,6 +3,7 @@
 `varlen_attention.py` says what is computed and what serves elsewhere. Here scores never leave float32 nor the cache,
 as in flash attention: products, softmax, dropout and their gradients follow each other over blocks of query rows, and
 heads of sequences are shared among threads with no Python between them. Results do not depend on the number of threads.
+As after all of PyTorch's own parallel operations, a process forked off later must not call it.
 
 bfloat16 needs AVX512-BF16 (`fused_attention_bf16.c`): operands of products are rounded to it, sums are float32, results
 are rounded once. Kept for backward are q, k, v, exp(score - largest) in bfloat16, signed by dropout, and a float for
@@ -146,6 +147,8 @@ def _call(q, k, v, queries: list[int], keys: list[int], dropout_p: float, scale:
     if [tuple(x.shape) for x in (q, k, v)] != expected or len(queries) != len(keys):
         found = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v must have the shapes {expected} for lengths of such sums, not {found}")
+    if min((*queries, *keys), default=0) < 0:
+        raise ValueError(f"a length is below 0: {min(*queries, *keys)}")
     call = _Call(sequences=len(keys), heads=heads, width=width, threads=torch.get_num_threads(), scale=scale)
     dropped = round(realised(dropout_p) * _STEPS)
     call.least, call.keep = dropped - _STEPS // 2, _STEPS / (_STEPS - dropped)
@@ -174,6 +177,9 @@ def _run(function, call: _Call) -> None:
 def native(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The C functions, if this CPU has them and they agree with their meaning in PyTorch operations; None if not."""
     library = load(_FILES[dtype])
+    if library is not None and not library.threaded and torch.get_num_threads() > 1:
+        log.info("kernel %s has one thread only: the separate passes, with more, serve instead", _FILES[dtype])
+        return None
     if library is None or library.forward(ctypes.byref(_Call(threads=1))):  # nothing to do: 0 where they are compiled
         return None
     with _disable_current_modes(), torch.no_grad():
@@ -189,7 +195,7 @@ def agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     queries, keys = [37, 0, 101, 1], [37, 4, 19, 66]
     sizes = sum(queries), sum(keys), sum(keys), sum(queries)
     q, k, v, g = (
-        ((torch.arange(n * heads * width) * (0.7 + i)).sin() * 1.5).view(n, heads, width).to(dtype)
+        ((torch.arange(n * heads * width, device="cpu") * (0.7 + i)).sin() * 1.5).view(n, heads, width).to(dtype)
         for i, n in enumerate(sizes)
     )
     out, saved = forward(q, k, v, queries, keys, seeds, p, scale, library=library)

@@ -6,13 +6,12 @@
 
    Measured on two cores of Zen 4: a tile 228 GFLOP/s a core, more than oneDNN's largest products; softmax with dropout
    0.3 ns and its gradient 0.17 ns an element. */
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "native.h"
 
 #define NUMBER uint16_t
 #define FILL 32
 #include "fused_attention.h"
-
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include <immintrin.h>
 
 #define ROWS 6        /* of a tile of sums in registers, */
@@ -154,7 +153,9 @@ INLINE __m512 power_of_two(__m512 x) {
    where kept to `kept`, both with zeros up to a multiple of 32; returns the inverse of the sum. */
 INLINE float softmax(const float *s, int64_t n, float scale, const int dropout, int64_t first, uint32_t k0, uint32_t k1,
                      int32_t least, uint16_t *signed_p, uint16_t *kept) {
-  const __m512 factor = _mm512_set1_ps(scale * 1.44269504f);
+  /* Differences to the largest come before factors: the largest gives 2^0 whatever its size. */
+  const __m512 factor = _mm512_set1_ps((scale < 0.0f ? -scale : scale) * 1.44269504f);
+  const __m512 one = _mm512_set1_ps(scale < 0.0f ? -1.0f : 1.0f);
   const __m512i keys[2] = {_mm512_set1_epi32((int)k0), _mm512_set1_epi32((int)k1)};
   const __m512i threshold = _mm512_set1_epi16((short)least), sign = _mm512_set1_epi16((short)0x8000);
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -164,11 +165,11 @@ INLINE float softmax(const float *s, int64_t n, float scale, const int dropout, 
   uint64_t bits = dropout ? drawn(number, keys[0], keys[1], threshold) : 0;
   __m512 top = _mm512_set1_ps(-__builtin_inff()), low = _mm512_setzero_ps(), high = low;
   for (int64_t i = 0; i < n; i += 16)
-    top = _mm512_mask_max_ps(top, below(n - i), top, _mm512_mul_ps(_mm512_loadu_ps(s + i), factor));
+    top = _mm512_mask_max_ps(top, below(n - i), top, _mm512_mul_ps(_mm512_loadu_ps(s + i), one));
   top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
   for (int64_t i = 0; i < n; i += 32) {
-    __m512 a = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(s + i), factor, top));
-    __m512 b = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(s + i + 16), factor, top));
+    __m512 a = power_of_two(_mm512_mul_ps(_mm512_fmsub_ps(_mm512_loadu_ps(s + i), one, top), factor));
+    __m512 b = power_of_two(_mm512_mul_ps(_mm512_fmsub_ps(_mm512_loadu_ps(s + i + 16), one, top), factor));
     if (n - i < 32) a = _mm512_maskz_mov_ps(below(n - i), a), b = _mm512_maskz_mov_ps(below(n - i - 16), b);
     low = _mm512_add_ps(low, a), high = _mm512_add_ps(high, b);
     __m512i p = narrow(a, b), left = p;
@@ -312,6 +313,6 @@ int forward(const Call *c) { return run(c, forward_task, forward_memory); }
 int backward(const Call *c) { return run(c, backward_task, backward_memory); }
 
 #else
-int forward(const Call *c) { return (void)c, -1; }
-int backward(const Call *c) { return (void)c, -1; }
+int forward(const void *c) { return (void)c, -1; }
+int backward(const void *c) { return (void)c, -1; }
 #endif

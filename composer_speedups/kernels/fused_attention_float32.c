@@ -2,13 +2,12 @@
 
    Keys are turned once a task, so that a vector holds one number of several keys; then come blocks of query rows,
    whose scores stay in the cache. What forward leaves for backward is the probabilities. */
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #include "native.h"
 
 #define NUMBER float
 #define FILL 16
 #include "fused_attention.h"
-
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #include <immintrin.h>
 
 #define ROWS 6      /* of a tile of sums in registers, and COLUMNS its vectors */
@@ -154,17 +153,19 @@ INLINE Bits present(int64_t left) {
    times `keep`. `bits` has the row's lanes of the mask, if there is one. Both get zeros up to a multiple of FILL. */
 INLINE void softmax(float *x, int64_t n, float scale, float keep, const int16_t *bits, int32_t least, float *signed_p) {
   const int64_t end = up(n, FILL);
-  const Vector factor = all(scale * 1.44269504f), lowest = all(-__builtin_inff());
+  /* Differences to the largest come before factors: the largest gives 2^0 whatever its size. */
+  const Vector factor = all((scale < 0.0f ? -scale : scale) * 1.44269504f), one = all(scale < 0.0f ? -1.0f : 1.0f);
+  const Vector lowest = all(-__builtin_inff());
   const Bits sign = (Bits)all_words(INT32_MIN);
   Vector top = lowest, sum = all(0.0f);
   for (int64_t i = 0; i < n; i += WIDE) {
-    Vector score = load(x + i) * factor;
+    Vector score = load(x + i) * one;
     if (n - i < WIDE) score = (Vector)(((Bits)score & present(n - i)) | ((Bits)lowest & ~present(n - i)));
     top = larger(top, score);
   }
   top = all(-largest(top));
   for (int64_t i = 0; i < n; i += WIDE) {
-    Vector e = power_of_two(multiply_add(load(x + i), factor, top));
+    Vector e = power_of_two(multiply_add(load(x + i), one, top) * factor);
     if (n - i < WIDE) e = (Vector)((Bits)e & present(n - i));
     sum += e;
     store(x + i, e);
@@ -262,6 +263,6 @@ int forward(const Call *c) { return run(c, forward_task, forward_memory); }
 int backward(const Call *c) { return run(c, backward_task, backward_memory); }
 
 #else
-int forward(const Call *c) { return (void)c, -1; }
-int backward(const Call *c) { return (void)c, -1; }
+int forward(const void *c) { return (void)c, -1; }
+int backward(const void *c) { return (void)c, -1; }
 #endif

@@ -60,15 +60,17 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str = "cpu") -> Lengths:
-        """From a list of lengths; the copy to a device is not waited for.
+        """From a list of lengths, none below 0; the copy to a device is not waited for.
 
         >>> Lengths.of([2, 3]).cumulative
         tensor([0, 2, 5], dtype=torch.int32)
         """
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        if min(lengths, default=0) < 0:
+            raise ValueError(f"a length must be 0 or more, got {min(lengths)}")
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
         if torch.device(device).type == "cuda":
             ends = ends.pin_memory().to(device, non_blocking=True)
-        return cls(ends.to(device), torch.tensor(lengths, dtype=torch.int32), max(lengths, default=0))
+        return cls(ends.to(device), torch.tensor(lengths, dtype=torch.int32, device="cpu"), max(lengths, default=0))
 
 
 def varlen_attention(
@@ -114,7 +116,11 @@ def varlen_attention(
     if kernel == "padded sdpa":
         return _padded(q, k, v, queries, keys, dropout_p, scale)
     if torch.compiler.is_compiling():
-        seeds = torch.randint(0, 1 << 32, (2,)) if dropout_p else torch.zeros(2, dtype=torch.int64)
+        seeds = (
+            torch.randint(0, 1 << 32, (2,), device="cpu")
+            if dropout_p
+            else torch.zeros(2, dtype=torch.int64, device="cpu")
+        )
         return _opaque(q, k, v, queries.host, keys.host, seeds, dropout_p, scale)
     seeds = draw_keys() if dropout_p else (0, 0)
     differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -375,7 +381,7 @@ def native() -> ctypes.CDLL | None:
         forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
         forward.argtypes, forward.restype = (_P, _P, _N, _N, _W, _W, ctypes.c_int32, _F, _F, _I), None
         backward.argtypes, backward.restype = (_P, _P, _P, _N, _N, _F, _F, _I), None
-    scores = torch.linspace(-9, 9, 37 * 3).view(3, 37)
+    scores = torch.linspace(-9, 9, 37 * 3, dtype=torch.float32, device="cpu").view(3, 37)
     p, kept = scores.clone(), torch.empty_like(scores)
     library.forward_float32(p.data_ptr(), kept.data_ptr(), 3, 37, 7, 9, 6554 - _STEPS // 2, 1.0, 1.0, 1)
     stays = keep_by_torch(scores.numel(), (7, 9), 6554).view(scores.shape)

@@ -18,9 +18,9 @@ from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.output import Findings, findings
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.store import Store
-from composer_speedups.ablation.study import Entries, run_study
+from composer_speedups.ablation.study import Entries, Settings, Study, run_study
 from composer_speedups.errors import UserError
-from composer_speedups.recipe_schema import in_samples
+from composer_speedups.recipe_schema import count_and_unit, in_samples
 from composer_speedups.recommend.choice import PLAIN, Answer, answer, final_rows, made, screen, screening_rows
 from composer_speedups.tuning.written import write_recipe
 
@@ -201,7 +201,7 @@ class _Work:
 
     def _seconds(self, recipe: Recipe) -> float | None:
         """Seconds of one run, by what was measured; None before that."""
-        return self.overhead + int(recipe.duration[:-2]) * self.step if self.step else None
+        return self.overhead + count_and_unit(recipe.duration)[0] * self.step if self.step else None
 
     def _steps(self, seconds: float) -> int:
         """Steps of a run of the plain recipe that takes so long."""
@@ -243,23 +243,10 @@ class _Work:
         limit = float(round(max(20.0, (self.end - time.monotonic()) * _SCREENING / 3)))
         self.console.print("\n[bold]Screening[/]: one run of each")
         again = bool(stored) and self._plain_failed()
-        result = run_study(
-            rows,
-            seeds=[self.base.seed],
-            out=self.out / "screening",
-            name="screening",
-            baseline=PLAIN,
-            command=self.command,
-            timeout=limit,
-            retry=again,
-            console=self.console,
-            entries=self.entries,
-            planned=True,
-            inspect=False,
-            until=until,
-            isolation=self.isolation,
-            expected=self._seconds(rows[0]),
-        )
+        study = Study(rows, [self.base.seed], self.out / "screening", "screening", PLAIN, self.command, planned=True)
+        expected = self._seconds(rows[0])
+        settings = Settings(limit, again, inspect=False, until=until, expected=expected, entries=self.entries)
+        result = run_study(study, settings, console=self.console, isolation=self.isolation)
         if result.interrupted:
             raise KeyboardInterrupt
         plain = next(run for run in result.findings.runs if run.recipe == PLAIN)
@@ -329,21 +316,9 @@ class _Work:
         for row in rows:
             if row.description != row.name:
                 self.console.print(f"{row.name}: {row.description}", markup=False, highlight=False)
-        result = run_study(
-            rows,
-            seeds=seeds,
-            out=folder,
-            name=self.out.name,
-            baseline=PLAIN,
-            command=self.command,
-            console=self.console,
-            entries=self.entries,
-            planned=True,
-            inspect=False,
-            until=self.end - _RESERVE / 2,
-            isolation=self.isolation,
-            expected=run,
-        )
+        study = Study(rows, seeds, folder, self.out.name, PLAIN, self.command, planned=True)
+        settings = Settings(inspect=False, until=self.end - _RESERVE / 2, expected=run, entries=self.entries)
+        result = run_study(study, settings, console=self.console, isolation=self.isolation)
         if result.interrupted:
             raise KeyboardInterrupt
         # Only now: a duration in batches is more samples or fewer with the batch that was measured.

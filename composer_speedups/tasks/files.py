@@ -53,7 +53,12 @@ def read(
     rows = list(_rows(_existing(path), text_column, label_column, split_column))
     if eval_path is not None:
         rows = [(text, label, "train") for text, label, part in rows if part != "evaluation"]
-        held_out = _rows(_existing(eval_path), text_column, label_column, None)
+        apart = _existing(eval_path, "task.eval_path")
+        if apart.samefile(_existing(path)):
+            raise TaskError(
+                f"task.eval_path {eval_path!r} is task.path: leave it out, and a part is kept to evaluate on"
+            )
+        held_out = _rows(apart, text_column, label_column, None)
         rows += [(text, label, "evaluation") for text, label, _ in held_out]
     clean = [(_clean(text), None if label is None else str(label).strip(), part) for text, label, part in rows]
     kept = [row for row in clean if row[0] and (label_column is None or row[1])]
@@ -92,11 +97,11 @@ def read(
     )  # fmt: skip
 
 
-def _existing(path: str) -> Path:
+def _existing(path: str, key: str = "task.path") -> Path:
     found = Path(path).expanduser()
     if not found.exists():
         raise TaskError(
-            f"task.path {path!r} is not there (seen from {str(Path.cwd())!r}): give the path of a csv, tsv, "
+            f"{key} {path!r} is not there (seen from {str(Path.cwd())!r}): give the path of a csv, tsv, "
             "jsonl or parquet file, or of a folder"
         )
     return found
@@ -169,8 +174,18 @@ def _records(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
         with _open(file) as stream:
             try:
                 reader = csv.DictReader(stream, delimiter="\t" if kind == ".tsv" else ",", strict=True)
-                _need(file, columns, reader.fieldnames or [])
-                yield from reader
+                names = reader.fieldnames or []
+                _need(file, columns, names)
+                for name in columns:
+                    if names.count(name) > 1:
+                        raise TaskError(f"{str(file)!r} has more than one column {name!r}: rename all but one")
+                for row in reader:
+                    if None in row:  # fields beyond the header: a comma in a text would give the rest as its label
+                        raise TaskError(
+                            f"{str(file)!r} line {reader.line_num} has {len(names) + len(row[None])} fields, the "
+                            f"header {len(names)}: put texts that hold the separator into double quotes"
+                        )
+                    yield row
             except csv.Error as error:
                 raise TaskError(f"{str(file)!r} is no valid {kind[1:]} (line {reader.line_num}): {error}") from error
             except UnicodeDecodeError as error:
@@ -214,9 +229,11 @@ def _need(file: Path, wanted: list[str], there: list[str], line: int | None = No
     for column in wanted:
         if column not in there:
             place = f"{str(file)!r}" + (f" line {line}" if line else "")
+            remedy = "Set task.text_column, task.label_column or task.split_column"
+            if file.suffix.lower() in (".csv", ".tsv") and len(there) == 1 and re.search("[;,\t|]", there[0]):
+                remedy = "Columns of a csv are separated by commas, of a tsv by tabs: convert it"
             raise TaskError(
-                f"{place} has no column {column!r}: it has {', '.join(map(repr, there)) or 'none'}. "
-                "Set task.text_column, task.label_column or task.split_column"
+                f"{place} has no column {column!r}: it has {', '.join(map(repr, there)) or 'none'}. {remedy}"
             )
 
 

@@ -242,13 +242,13 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
     own = config.attribute_map.get(name, name)
     if own not in there:
         near = difflib.get_close_matches(name, [*there, *config.attribute_map], n=3, cutoff=0.5)
-        hint = f"nearest: {', '.join(near)}" if near else f"it has {', '.join(sorted(there))}"
-        raise TaskError(f"config.{name} is no setting of a {config.model_type} model: {hint}")
+        hint = f"nearest: {', '.join(near)}" if near else "the names are those of its config.json"
+        raise TaskError(f"model.config.{name} is no setting of a {config.model_type} model: {hint}")
     old = there[own]
     # An int will do for a float; a bool is no number, though Python thinks so.
     kinds = (int, float) if type(old) is float else (type(old),)
     if old is not None and value is not None and type(value) not in kinds:
-        raise TaskError(f"config.{name} is {value!r}, but must be of type {type(old).__name__}, such as {old!r}")
+        raise TaskError(f"model.config.{name} is {value!r}, but must be of type {type(old).__name__}, such as {old!r}")
     setattr(config, name, value)
 
 
@@ -287,7 +287,12 @@ def _check_loaded(spec: ModelSpec, model: PreTrainedModel, loading: dict[str, An
     if body:
         raise TaskError(
             f"the weights of model {spec.name!r} do not fit its configuration ({len(body)} tensors, as {body[0]}): "
-            f"remove {', '.join(f'config.{name}' for name in spec.config) or 'what changed'}, or set pretrained: false"
+            + (
+                f"the recipe sets {', '.join(spec.config)}. Write model.config={{}} for the checkpoint's own, or "
+                if spec.config
+                else "use the configuration that it was saved with, or "
+            )
+            + "model.pretrained=false for random weights"
         )
 
 

@@ -94,6 +94,8 @@ class TaskSpec(_Spec):
             raise ValueError("task text needs path: a csv, tsv, jsonl or parquet file, or a folder")
         if self.name == "text" and self.eval_path is not None and self.split_column is not None:
             raise ValueError("eval_path and split_column both say what to evaluate on: keep one")
+        if (self.name, self.objective, self.text_column) == ("text", "classification", self.label_column):
+            raise ValueError(f"text_column and label_column are both {self.text_column!r}: one column cannot be both")
         if self.mean_length is not None and self.mean_length > self.max_length:
             raise ValueError(f"mean_length {self.mean_length:g} exceeds max_length {self.max_length}")
         if self.mean_length is None and self.length_std > 0:

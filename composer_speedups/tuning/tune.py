@@ -18,7 +18,7 @@ from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.rows import REGROUPING, precision
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import NothingFits, SpeedUpUnavailable, UserError
-from composer_speedups.recipe_schema import in_samples
+from composer_speedups.recipe_schema import count_and_unit, in_samples
 from composer_speedups.tuning import batch as batches
 from composer_speedups.tuning import rate as rates
 from composer_speedups.tuning.evidence import batch_lines, batch_reason, rate_lines
@@ -482,11 +482,12 @@ def _same_samples(found: Recipe, old: Recipe) -> Recipe:
     """What is counted in batches lasts as many samples as it did with the old batch."""
 
     def converted(text: str) -> str:
-        return f"{max(1, round(int(text[:-2]) * old.batch_size / found.batch_size))}ba" if text.endswith("ba") else text
+        if not text.endswith("ba"):
+            return text
+        count, _ = count_and_unit(text)
+        return f"{max(1, round(count * old.batch_size / found.batch_size))}ba" if count else text
 
-    warmup = old.schedule.warmup
-    warmup = warmup if warmup == "0ba" else converted(warmup)
-    schedule = found.schedule.model_copy(update={"warmup": warmup})
+    schedule = found.schedule.model_copy(update={"warmup": converted(old.schedule.warmup)})
     changes = {"duration": converted(old.duration), "schedule": schedule}
     if isinstance(old.evaluate, str):
         changes["evaluate"] = converted(old.evaluate)

@@ -225,7 +225,7 @@ def test_interrupted_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     def interrupt(self, run, display):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(study._Study, "_one", interrupt)
+    monkeypatch.setattr(study._Work, "_one", interrupt)
     assert main(["ablate", "demo/fp32", "--out", "out"]) == 130
     assert "The same command goes on from here" in capsys.readouterr().out
     assert rows(tmp_path / "out")[0]["status"] == "skipped"

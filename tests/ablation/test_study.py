@@ -19,7 +19,7 @@ from rich.console import Console
 
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.store import Store, StoreError
-from composer_speedups.ablation.study import run_study
+from composer_speedups.ablation.study import Settings, Study, run_study
 from composer_speedups.errors import UserError
 
 SCRIPT = """
@@ -27,17 +27,18 @@ import json, sys
 sys.path[:0] = json.loads(sys.argv[3])
 import fakes
 from pathlib import Path
-from composer_speedups.ablation.study import run_study
+from composer_speedups.ablation.study import Settings, Study, run_study
 recipes = [fakes.Recipe(**r) for r in json.loads(sys.argv[2])]
-result = run_study(recipes, seeds=json.loads(sys.argv[4]), out=Path(sys.argv[1]), entries=fakes.ENTRIES)
+study = Study(recipes, json.loads(sys.argv[4]), Path(sys.argv[1]))
+result = run_study(study, Settings(entries=fakes.ENTRIES))
 sys.exit(130 if result.interrupted else 0)
 """
 
 
-def study(out: Path, recipes: list[fakes.Recipe], seeds: range | list[int] = (17,), **options):
+def study(out: Path, recipes: list[fakes.Recipe], seeds: range | list[int] = (17,), name: str = "study", **options):
     console = Console(file=io.StringIO(), width=100)
-    options = {"timeout": 60.0, "entries": fakes.ENTRIES, "console": console} | options
-    result = run_study(recipes, seeds=list(seeds), out=out, **options)
+    settings = Settings(**{"timeout": 60.0, "entries": fakes.ENTRIES} | options)
+    result = run_study(Study(recipes, list(seeds), out, name), settings, console=console)
     return result, console.file.getvalue()
 
 

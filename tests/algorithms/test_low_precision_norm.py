@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from composer.algorithms.warnings import NoEffectWarning
 
-from composer_speedups import LowPrecisionNorm, apply_low_precision_norm
+from composer_speedups import LowPrecisionNorm, MixedPrecision, apply_low_precision_norm
 
 WIDTHS = [64, 768, 769]  # power of two, BERT-base, ragged tail
 
@@ -121,8 +121,13 @@ def test_twice_is_once(tiny_bert: torch.nn.Module) -> None:
 
 def test_works_inside_a_trainer(make_trainer) -> None:
     algorithm = LowPrecisionNorm()
-    make_trainer([algorithm]).fit()
+    make_trainer([algorithm, MixedPrecision("bf16")]).fit()
     assert algorithm.evidence["changed"] == 5
+
+
+def test_warns_where_nothing_is_in_low_precision(make_trainer) -> None:
+    with pytest.warns(NoEffectWarning, match="float32, without autocast"):
+        make_trainer([LowPrecisionNorm()])
 
 
 def test_warns_when_nothing_to_replace(make_trainer) -> None:

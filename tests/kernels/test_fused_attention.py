@@ -26,6 +26,7 @@ from fused_attention_check import (
 )  # fmt: skip
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from composer_speedups.kernels import fast_dropout
 from composer_speedups.kernels import fused_attention as module
 from composer_speedups.kernels import native as building
 from composer_speedups.kernels import varlen_attention as public
@@ -151,16 +152,20 @@ def test_what_has_no_keys_is_zero(dtype: torch.dtype) -> None:
     assert out[3:].any(-1).any(-1).all() and dv[:31].any()
 
 
-def test_nan_stays_in_its_sequence(dtype: torch.dtype) -> None:
-    for place in (2, 9):
-        x = torch.randn(10, 1, 16).to(dtype)
-        x[place, 0, 0] = math.nan
-        leaf, lengths = x.clone().requires_grad_(), Lengths.of([4, 6])
-        out = varlen_attention(leaf, leaf, leaf, lengths, lengths)
-        out.backward(torch.ones_like(out))
-        for y in (out, leaf.grad):
-            with_nan = [part.isnan().any().item() for part in y.split([4, 6])]
-            assert with_nan == [place < 4, place >= 4]
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+@pytest.mark.parametrize("place", [2, 9])
+def test_nan_stays_in_its_sequence_and_is_not_lost(dtype: torch.dtype, which: int, place: int) -> None:
+    leaves = [torch.randn(10, 1, 16).to(dtype) for _ in "qkv"]
+    leaves[which][place, 0, 0] = math.nan
+    lengths = Lengths.of([4, 6])
+    out = varlen_attention(*(x.requires_grad_() for x in leaves), lengths, lengths)
+    out.backward(torch.ones_like(out))
+    own, other = (slice(4), slice(4, 10)) if place < 4 else (slice(4, 10), slice(4))
+    assert not any(y[other].isnan().any() for y in (out, *(x.grad for x in leaves)))
+    if which == 0:  # one query's row; a key's or a value's NaN reaches them all
+        assert out[place].isnan().all() and leaves[1].grad[own].isnan().all()
+    else:
+        assert out[own, :, 0].isnan().all() and leaves[0].grad[own].isnan().all()
 
 
 def test_scale_of_zero_means_the_mean(dtype: torch.dtype) -> None:
@@ -223,6 +228,75 @@ def test_errors_name_what_is_wrong(dtype: torch.dtype, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "native", lambda dtype: SimpleNamespace(forward=lambda call: 1))
     with pytest.raises(MemoryError, match="longest sequence"):
         module.forward(q, k, v, [4], [6], SEEDS, P, SCALE)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_without_openmp_it_serves_one_thread_only(dtype: torch.dtype, threads: int, monkeypatch) -> None:
+    """Several are better served by the separate passes, which share sequences out among them."""
+    monkeypatch.undo()
+    monkeypatch.setattr(building, "_THREADS", ((),))  # as a compiler without OpenMP ends up
+    library, before = building.load.__wrapped__(module._FILES[dtype]), torch.get_num_threads()
+    assert not library.threaded
+    monkeypatch.setattr(module, "load", lambda name: library)
+    torch.set_num_threads(threads)
+    try:
+        assert (module.native.__wrapped__(dtype) is not None) == (threads == 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_lengths_below_zero_are_refused(dtype: torch.dtype) -> None:
+    q, k, v, _ = inputs(([8], [8]), 16, dtype)
+    with pytest.raises(ValueError, match="below 0: -2"):
+        module.forward(q, k, v, [10, -2], [8, 0], SEEDS, P, SCALE)
+    with pytest.raises(ValueError, match="0 or more, got -2"):
+        Lengths.of([10, -2])
+
+
+def test_a_default_device_of_the_user_changes_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = module.native(dtype)
+    for owner in (module.native, public.native, fast_dropout.native):
+        if hasattr(owner, "cache_clear"):
+            owner.cache_clear()
+    q, k, v, _ = inputs(SAME, 16, dtype)
+    lengths = list(map(Lengths.of, SAME))
+    expected = varlen_attention(q, k, v, *lengths, P)
+    with torch.device("meta"):
+        assert module.agrees(library, dtype)
+        assert torch.equal(varlen_attention(q, k, v, *lengths, P), expected)
+        assert torch.equal(varlen_attention(q, k, v, *map(Lengths.of, SAME), P), expected)
+        assert (public.native() is None) == (building.load("varlen_attention") is None)
+        assert fast_dropout.draw_keys() and (fast_dropout.native() is None) == (building.load("fast_dropout") is None)
+
+
+def rows_of_softmax(scores: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """What the kernel makes of `scores` [rows, at most 16], exactly representable: it multiplies by ones and zeros."""
+    rows, n = scores.shape
+    q, k, v = (torch.zeros(size, 1, 16, dtype=dtype) for size in (rows, rows * n, rows * n))
+    q[:, 0, 0], k[:, 0, 0] = 1, scores.flatten().to(dtype)
+    v[:, 0, :n] = torch.eye(n, dtype=dtype).repeat(rows, 1)
+    return varlen_attention(q, k, v, Lengths.of([1] * rows), Lengths.of([n] * rows), 0.0, scale)[:, 0, :n]
+
+
+def test_exp_is_as_exact_as_is_said(dtype: torch.dtype) -> None:
+    """Relative, for scores from the largest to 30 below: 2^x by a polynomial, what its argument lost, one rounding."""
+    distance = torch.linspace(0, 30, 3001).to(dtype)
+    scores = torch.stack((torch.zeros_like(distance), -distance), -1)
+    found, want = rows_of_softmax(scores, dtype, 1.0).double(), scores.double().softmax(-1)
+    allowed = 4e-7 + 2.0**-23 * distance.double()[:, None] + (torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0)
+    error = ((found - want) / want).abs()
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0, 0.37], ids=str)
+@pytest.mark.parametrize("size", [3.3e4, 3.1e9, 1.7e10, 1.3e20, 2.3e36])
+def test_the_largest_score_wins_whatever_its_size(dtype: torch.dtype, size: float, scale: float) -> None:
+    """And it does so with finite numbers, although differences are far beyond what exp can tell apart."""
+    factors = torch.linspace(-1.03, 0.97, 12)
+    scores = (torch.stack([factors.roll(n) for n in range(12)]) * size).to(dtype)
+    found = rows_of_softmax(scores, dtype, scale)
+    winner = (scores.double() * scale).argmax(-1)
+    assert torch.allclose(found, torch.nn.functional.one_hot(winner, 12).to(dtype), atol=1e-30)
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,9 @@ def test_scores_of_any_size() -> None:
 
 MUTANTS = {
     "none": ("", ""),
-    "scale dropped": ("scale * 1.44269504f", "0 * scale + 1.44269504f"),
+    "scale dropped": ("-scale : scale) * 1.44269504f", "1 : 1) * 1.44269504f"),
     "scale dropped in backward": ("inverse[r] * scale)", "inverse[r])"),
-    "base e for 2": ("scale * 1.44269504f", "scale"),
+    "base e for 2": ("-scale : scale) * 1.44269504f", "-scale : scale)"),
     "a row's tail not masked": ("if (n - i < 32) a =", "if (n < 0) a ="),
     "tail of columns in the largest score": ("_mm512_mask_max_ps(top, below(n - i), top, _", "_mm512_max_ps(top, _"),
     "odd first elements": ("bits >> (first & 1)", "bits >> 0"),
@@ -137,8 +137,8 @@ MUTANTS = {
     "blocks of queries not added up in dk": ("(rows + 1) / 2, q2, d, 16, i > 0", "(rows + 1) / 2, q2, d, 16, 0"),
     "first block of queries only": ("i < s->queries; i += FORWARD", "i < FORWARD; i += FORWARD"),
     "columns of pairs exchanged": ("upper ? _mm512_add_epi16(low, _mm512_set1_epi16(16)) : low", "low"),
-    "scores in bfloat16": ("_mm512_fmsub_ps(_mm512_loadu_ps(s + i), factor, top)",
-                           "_mm512_fmsub_ps(widen((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(s + i))), factor, top)"),
+    "scores in bfloat16": ("_mm512_fmsub_ps(_mm512_loadu_ps(s + i), one, top)",
+                           "_mm512_fmsub_ps(widen((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(s + i))), one, top)"),
 }  # fmt: skip
 
 
@@ -161,6 +161,7 @@ def test_planted_faults_in_c_are_found(name: str, tmp_path: Path, monkeypatch: p
 
 OVERRUNS = {
     "none": ("", ""),
+    "memory for the first sequence only": ("most = bytes > most ? bytes : most;", "most = most ? most : bytes;"),
     "half a vector behind keys": ("__mmask16 some = below((width - c) / 2);", "__mmask16 some = 0xFFFF;"),
     "a row behind keys": ("i < 2 && r + i < rows", "i < 2"),
     "a pair of rows behind the scores": ("r + 1 < rows; r += 2", "r < rows + 1; r += 2"),

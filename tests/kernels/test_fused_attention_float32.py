@@ -128,9 +128,9 @@ def test_scores_of_any_size() -> None:
 
 MUTANTS = {
     "none": ("", ""),
-    "scale dropped": ("all(scale * 1.44269504f)", "all(0 * scale + 1.44269504f)"),
+    "scale dropped": ("-scale : scale) * 1.44269504f", "1 : 1) * 1.44269504f"),
     "scale dropped in backward": ("unit = all(scale);", "unit = all(0 * scale + 1);"),
-    "base e for 2": ("all(scale * 1.44269504f)", "all(scale)"),
+    "base e for 2": ("-scale : scale) * 1.44269504f", "-scale : scale)"),
     "a row's tail not masked": ("e = (Vector)((Bits)e & present(n - i));", ";"),
     "tail of columns in the largest score": ("if (n - i < WIDE) score =", "if (n < 0) score ="),
     "odd first elements": ("bits + odd", "bits"),
@@ -175,6 +175,7 @@ def test_planted_faults_in_c_are_found(name: str, vectors: str, tmp_path: Path, 
 
 OVERRUNS = {
     "none": ("", ""),
+    "memory for the first sequence only": ("most = bytes > most ? bytes : most;", "most = most ? most : bytes;"),
     "a row behind keys": ("i < 8 && r + i < rows", "i < 8"),
     "rows behind the output": ("height = rows - r < ROWS ? rows - r : ROWS,", "height = ROWS,"),
     "less memory than is used": ("most * wide * 8", "most * wide * 7"),

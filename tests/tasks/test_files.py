@@ -159,6 +159,9 @@ def content(path: Path, text: str) -> Path:
         (lambda p: bad_bytes(p / "a.csv"), "no UTF-8"),
         (lambda p: content(p / "a.csv", ""), "no column 'text': it has none"),
         (lambda p: content(p / "a.csv", 'text,label\n"open'), "no valid csv"),
+        (lambda p: content(p / "a.csv", "text,label\nfine,a\nwell, not,b\n"), "line 3 has 3 fields, the header 2: put"),
+        (lambda p: content(p / "a.csv", "text,label,label\nx,a,b\n"), "more than one column 'label': rename"),
+        (lambda p: content(p / "a.csv", "text;label\nx;a\n"), "separated by commas, of a tsv by tabs: convert it"),
         (lambda p: content(p / "a.jsonl", "{"), "line 1 is no JSON"),
         (lambda p: content(p / "a.jsonl", "[1]"), "no JSON object"),
         (lambda p: content(p / "a.parquet", "PAR1 not"), "cannot be read as parquet"),
@@ -174,6 +177,14 @@ def test_bad_files_are_one_clear_error(write, message: str, tmp_path: Path):
     with pytest.raises(TaskError, match=re.escape(message)) as error:
         files.read(str(write(tmp_path)))
     assert "\n" not in str(error.value)
+
+
+def test_a_file_to_evaluate_on_is_there_and_another_one(tmp_path: Path):
+    path = str(write_csv(tmp_path / "a.csv"))
+    with pytest.raises(TaskError, match=r"task\.eval_path 'gone\.csv' is not there"):
+        files.read(path, eval_path="gone.csv")
+    with pytest.raises(TaskError, match=r"task\.eval_path .* is task\.path: leave it out"):
+        files.read(path, eval_path=str(tmp_path / "." / "a.csv"))
 
 
 def test_a_split_column_that_says_something_else_is_an_error(tmp_path: Path):

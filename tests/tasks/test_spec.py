@@ -26,6 +26,7 @@ from composer_speedups.tasks import ModelSpec, TaskSpec
         ({"name": "dummy", "length_std": 3.0}, "needs mean_length"),
         ({"pad_to_multiple_of": 100}, "no multiple"),
         ({"name": "text", "path": "a", "eval_path": "b", "split_column": "c"}, "keep one"),
+        ({"name": "text", "path": "a", "text_column": "label"}, "both 'label': one column cannot be both"),
     ],
 )
 def test_refuses_a_bad_task(values: dict, message: str):
