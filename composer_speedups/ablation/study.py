@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -119,7 +119,7 @@ class Settings:
     inspect: bool = True
     until: float | None = None
     expected: float | None = None
-    entries: Entries = Entries()
+    entries: Entries = field(default_factory=lambda: Entries())
 
 
 @dataclass

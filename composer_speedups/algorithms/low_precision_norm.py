@@ -63,14 +63,13 @@ class LowPrecisionNorm(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         count = apply_low_precision_norm(state.model)
-        nothing = "no torch.nn.LayerNorm in the model"
-        if count and not runs_in_low_precision(state):
-            count, nothing = 0, "the Trainer trains in float32, without autocast, whose dtype norms would take"
+        autocast = runs_in_low_precision(state)
         self.report(
             logger,
             count,
-            nothing,
+            "no torch.nn.LayerNorm in the model",
             norm_class=_LowPrecisionLayerNorm.__name__,
+            computes_in="the dtype of autocast" if autocast else "float32: the Trainer uses no autocast",
         )
 
 

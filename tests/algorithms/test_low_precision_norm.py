@@ -123,11 +123,13 @@ def test_works_inside_a_trainer(make_trainer) -> None:
     algorithm = LowPrecisionNorm()
     make_trainer([algorithm, MixedPrecision("bf16")]).fit()
     assert algorithm.evidence["changed"] == 5
+    assert algorithm.evidence["computes_in"] == "the dtype of autocast"
 
 
-def test_warns_where_nothing_is_in_low_precision(make_trainer) -> None:
-    with pytest.warns(NoEffectWarning, match="float32, without autocast"):
-        make_trainer([LowPrecisionNorm()])
+def test_says_where_it_finds_no_autocast(make_trainer) -> None:
+    algorithm = LowPrecisionNorm()
+    make_trainer([algorithm])
+    assert algorithm.evidence["computes_in"] == "float32: the Trainer uses no autocast"
 
 
 def test_warns_when_nothing_to_replace(make_trainer) -> None:
