@@ -12,6 +12,7 @@ import torch
 
 from composer_speedups.kernels import native as building
 from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
+from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 
 HEADS, P, SCALE, SEEDS = 3, 0.25, 0.3, (0xDEADBEEF, 0x12345678)
 SAME = ([7, 1, 0, 33, 16, 130], [7, 1, 0, 33, 16, 130])
@@ -120,6 +121,20 @@ int main(void) {
   return 0;
 }
 """
+
+
+def check_far_scores(dtype: torch.dtype, allowed: float = 0.0) -> None:
+    """exp would overflow, or all of it vanish, without the row's own largest score taken off.
+
+    `allowed`: how far from its limit a result may be, where what is left of exp is not nothing.
+    """
+    q = torch.full((5, 1, 16), 1e4, dtype=dtype)
+    v = torch.arange(5.0)[:, None, None].expand(5, 1, 16).to(dtype)
+    for low, high in ((-1, 1), (-3, -1), (1, 3)):
+        k = torch.linspace(low, high, 5)[:, None, None].expand(5, 1, 16).to(dtype)
+        for sign, row in ((1, 4.0), (-1, 0.0)):
+            out = varlen_attention(q, k, v, Lengths.of([5]), Lengths.of([5]), scale=sign * 0.25)
+            assert ((out - row).abs() <= allowed).all(), f"far from zero: {out[0, 0, 0]} for {row}"
 
 
 def odd_address(x: torch.Tensor) -> torch.Tensor:

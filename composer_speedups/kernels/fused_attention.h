@@ -86,3 +86,13 @@ static int run(const Call *c, void (*task)(const Call *, const Span *, int64_t, 
   free(spans);
   return failed;
 }
+
+/* A kernel's own: one head of one sequence, and the bytes that needs for so many queries and keys. */
+static void forward_task(const Call *, const Span *, int64_t head, char *memory);
+static void backward_task(const Call *, const Span *, int64_t head, char *memory);
+static int64_t forward_memory(const Call *, int64_t queries, int64_t keys);
+static int64_t backward_memory(const Call *, int64_t queries, int64_t keys);
+
+/* 0 if done, 1 if there was no memory, -1 if this CPU is not for it. */
+int forward(const Call *c) { return run(c, forward_task, forward_memory); }
+int backward(const Call *c) { return run(c, backward_task, backward_memory); }

@@ -308,11 +308,7 @@ static int64_t backward_memory(const Call *c, int64_t queries, int64_t keys) {
   return wide * d * 2 + (keys + 1) / 2 * d * 4 + most * (d * 8 + wide * 10) + keys * d * 8 + 11 * 64;
 }
 
-/* 0 if done, 1 if there was no memory, -1 if this CPU is not for it. */
-int forward(const Call *c) { return run(c, forward_task, forward_memory); }
-int backward(const Call *c) { return run(c, backward_task, backward_memory); }
-
-#else
+#else /* this CPU is not for it */
 int forward(const void *c) { return (void)c, -1; }
 int backward(const void *c) { return (void)c, -1; }
 #endif

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_attention_check import SAME, SCALE, SEEDS, SHAPES, P, compiled, inputs, masks, run_with_guards
+from fused_attention_check import (
+    SAME,
+    SCALE,
+    SEEDS,
+    SHAPES,
+    P,
+    check_far_scores,
+    compiled,
+    inputs,
+    masks,
+    run_with_guards,
+)
 
 from composer_speedups.kernels import fused_attention as module
 from composer_speedups.kernels import varlen_attention as public
@@ -109,21 +120,9 @@ def test_widths(width: int) -> None:
     check(width=width)
 
 
-def check_far_scores() -> None:
-    """exp would overflow, or all of it vanish, without the row's own largest score taken off."""
-    q = torch.full((5, 1, 16), 1e4)
-    v = torch.arange(5.0)[:, None, None].expand(5, 1, 16)
-    for low, high in ((-1, 1), (-3, -1), (1, 3)):
-        k = torch.linspace(low, high, 5)[:, None, None].expand(5, 1, 16)
-        for sign, row in ((1, 4.0), (-1, 0.0)):
-            out = varlen_attention(q, k, v, Lengths.of([5]), Lengths.of([5]), scale=sign * 0.25)
-            right = torch.allclose(out, torch.full_like(out, row), atol=1e-30)
-            assert right, f"far from zero: {out[0, 0, 0]} for {row}"
-
-
 @pytest.mark.usefixtures("_vectors")
 def test_scores_of_any_size() -> None:
-    check_far_scores()
+    check_far_scores(torch.float32, 1e-30)
 
 
 MUTANTS = {
@@ -167,7 +166,7 @@ def test_planted_faults_in_c_are_found(name: str, vectors: str, tmp_path: Path, 
         return check()
     with pytest.raises(AssertionError, match=r"of what may be|of what the worst|far from zero"):
         check(([35, 130], [35, 131]), width=48)
-        check_far_scores()
+        check_far_scores(torch.float32, 1e-30)
     # The comparison before the first use is for a compiler's faults: not for the last digit or the farthest scores.
     if name not in ("2^x by too short a polynomial", "tail of columns in the largest score"):
         assert not module.agrees(library, torch.float32)
