@@ -15,6 +15,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -76,6 +77,7 @@ class SpeedUp(Algorithm):
         return cls.__module__.rpartition(".")[2]
 
     @classmethod
+    @cache  # Composer prints every algorithm at every event
     def parameters(cls) -> dict[str, inspect.Parameter]:
         """The constructor's arguments by name: they are the configuration in YAML, too."""
         parameters = dict(inspect.signature(cls.__init__).parameters)

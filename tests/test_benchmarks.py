@@ -54,6 +54,7 @@ def test_every_entry_can_be_built(name: str) -> None:
     entry = ENTRIES[name]
     recipe = load_recipe(entry.recipe, entry.overrides)  # with the arguments of all speed-ups checked
     assert harness._large_enough(entry, 12).task.train_samples >= 12 * recipe.batch_size
+    assert all(algorithm.slot != "batches" for algorithm in recipe.algorithms()), "every contender has the same batches"
     inspect.signature(contenders.CONTENDERS[entry.contender]).bind(job("cpu/fp32"), **entry.arguments)
 
 

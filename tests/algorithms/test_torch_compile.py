@@ -332,7 +332,6 @@ def test_inductor_on_a_gpu(make_trainer, scope: str, mode: str | None) -> None:
     assert algorithm.evidence["graphs"] >= 2
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of Inductor's import, on torch 2.11
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize("micro", [None, 4, 8])

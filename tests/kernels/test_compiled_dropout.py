@@ -13,9 +13,6 @@ from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
 from composer_speedups.kernels.fast_dropout import fast_dropout
 from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 
-# Inductor's own, on torch 2.11.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-
 P = 0.25
 FLASH = torch.bfloat16  # what flash attention takes; on a CPU there is a kernel of its own for it, too
 

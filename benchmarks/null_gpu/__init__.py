@@ -1,0 +1,16 @@
+"""A GPU that is not there: the CUDA paths of this package run on a machine without one.
+
+    python -m benchmarks.null_gpu -- python -m benchmarks.gpu --parts limits training --minutes 5 --out /tmp/rehearsal
+    python -m benchmarks.null_gpu --compute -- python -m pytest -m gpu tests/algorithms/test_unpadding.py
+
+PyTorch's own CUDA build runs, with its dispatcher, allocator, streams, autocast and GradScaler, and Triton and Inductor
+compile for sm_90; only libcudart, libcublas and libcuda are replaced (`runtime.c`, `driver.c`). Without `--compute`
+kernels do nothing and no number means anything: what is seen is that a program gets to its end, what it allocates, and
+how long the *host* needs for a step, which on a fast GPU decides. With `--compute` each operator of PyTorch's CUDA
+backend computes with its CPU kernel on the same memory (`operators.py`), flash and memory-efficient attention in
+float64: then numbers are right, but for Triton's kernels, which still do nothing. With `TRITON_INTERPRET=1` those of
+this package compute, too; Inductor's do not.
+
+What cannot be seen: what a GPU's kernels compute, races, the time of anything on the device. Timings and memory made
+here belong into no results. Needs gcc, and PyTorch for CUDA 13, as on the modern stack; Linux on x86-64.
+"""

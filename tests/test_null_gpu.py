@@ -1,0 +1,107 @@
+"""CUDA paths on the GPU that is not there: see `benchmarks/null_gpu`. On the pinned stack PyTorch is for CUDA 12."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.null_gpu.__main__ import main
+
+ROOT = Path(__file__).parents[1]
+
+needs_cuda_13 = pytest.mark.skipif(
+    torch.cuda.is_available() or not (torch.version.cuda or "").startswith("13."),
+    reason="the null GPU stands in for libcudart of CUDA 13, where there is no GPU",
+)
+
+# What the CUDA paths do in PyTorch's operators, and this package's Triton kernels under the interpreter.
+COMPUTED = (
+    "tests/kernels/test_varlen_attention.py",
+    *(f"tests/algorithms/test_{name}.py" for name in ("adafactor", "fused_bias_gelu", "fused_dropout_add_norm")),
+    *(f"tests/algorithms/test_{name}.py" for name in ("fused_layer_norm", "gradient_checkpointing", "optimizers")),
+    *(f"tests/algorithms/test_{name}.py" for name in ("low_precision_norm", "mixed_precision", "prefetch_batches")),
+    *(f"tests/algorithms/test_{name}.py" for name in ("sdp_attention", "sync_free_loop", "unpadding")),
+)
+
+
+def on_null_gpu(*command: str, compute: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+    options = ["--compute"] if compute else []
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.null_gpu", *options, "--", sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@needs_cuda_13
+def test_gpu_tests_pass_where_operators_compute() -> None:
+    """All of these files but bitsandbytes, whose kernels are its own."""
+    done = on_null_gpu(
+        *("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *COMPUTED),
+        *(
+            "--deselect",
+            "tests/algorithms/test_optimizers.py::test_computes_adamw_on_cuda[bnb_adamw]",
+        ),  # its own kernels
+        *("-W", "ignore:Conversion of an array:DeprecationWarning"),  # of Triton's interpreter
+        compute=True,
+        TRITON_INTERPRET="1",
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "skipped" not in done.stdout.splitlines()[-1]
+
+
+@needs_cuda_13
+def test_a_planted_fault_on_cuda_is_found(tmp_path: Path) -> None:
+    """What is packed for flash attention with a length too many must not pass."""
+    (tmp_path / "fault.py").write_text(
+        "from composer_speedups.kernels import varlen_attention as module\n"
+        "right = module.Lengths.of.__func__\n"
+        "module.Lengths.of = classmethod(lambda cls, lengths, device='cpu': "
+        "right(cls, [*lengths[1:], lengths[0]], device))\n"
+    )
+    done = on_null_gpu(
+        *("-m", "pytest", "-q", "-m", "gpu", "-p", "fault", "-p", "no:cacheprovider"),
+        *("tests/algorithms/test_unpadding.py", "-x"),
+        compute=True,
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.returncode == 1, done.stdout[-2000:]
+
+
+@needs_cuda_13
+def test_triton_refuses_a_tensor_of_the_host() -> None:
+    code = (
+        "import torch, triton\n"
+        "from composer_speedups.kernels import layer_norm\n"
+        "x = torch.ones(4, 64)\n"
+        "layer_norm._forward_kernel[(1,)](x, *[x] * 5, 64, 4, 64, 1e-5, True, True, ROWS=4, COLS=64)\n"
+    )
+    done = on_null_gpu("-c", code)
+    assert done.returncode == 1 and "cpu tensor" in done.stderr, done.stderr[-2000:]
+
+
+@needs_cuda_13
+@pytest.mark.slow
+def test_the_gpu_programme_gets_to_its_end(tmp_path: Path) -> None:
+    done = on_null_gpu(
+        *("-m", "benchmarks.gpu", "--parts", "limits", "training", "--first", "5", "--minutes", "3"),
+        *("--batches", "4", "--out", str(tmp_path / "results")),
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "results/peers/rows.jsonl").read_text().splitlines()]
+    assert {row["status"] for row in rows} == {"ok"}, [row["reason"] for row in rows]
+
+
+def test_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "the following arguments are required: command" in capsys.readouterr().err
