@@ -190,7 +190,8 @@ def summary(facts: dict[str, Any]) -> str:
     else:
         memory = facts.get("memory_bytes")
         size = f", {memory / 2**30:.0f} GiB" if memory else ""
-        machine = f"{cpu.get('model', 'CPU')}, {facts.get('threads')} threads{size}, no GPU"
+        threads = facts.get("threads")
+        machine = f"{cpu.get('model', 'CPU')}, {threads} thread{'' if threads == 1 else 's'}{size}, no GPU"
     # Where a cache lies is recorded, but says nothing to a reader of the line.
     shown = {name: v for name, v in (facts.get("variables") or {}).items() if not name.endswith("_DIR")}
     variables = "".join(f"; {name}={value}" for name, value in shown.items())

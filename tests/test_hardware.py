@@ -23,6 +23,7 @@ def test_environment_says_what_a_number_depends_on(monkeypatch):
     assert "hidden" not in json.dumps(facts)
     assert facts["cpu"]["model"] and facts["memory_bytes"] > 2**28 and facts["threads"] >= 1
     assert facts["commit"] is None or len(facts["commit"]["id"]) == 40
+    assert ", 1 thread," in hardware.summary(facts | {"threads": 1, "gpus": []})
     line = hardware.summary(facts | {"variables": facts["variables"] | {"TRITON_CACHE_DIR": "/cache"}})
     assert facts["versions"]["torch"] in line and "; OMP_NUM_THREADS=1" in line and "/cache" not in line
 

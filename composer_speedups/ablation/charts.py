@@ -336,7 +336,7 @@ def _curve(results: Sequence[Mapping[str, Any]], value: Callable[..., list[float
 
 
 def _cut(text: str, width: float) -> str:
-    count = int(width / _LETTER)
+    count = math.floor(width / _LETTER + 1e-6)  # the width of ten letters is room for ten, rounded or not
     return text if len(text) <= count else text[: max(1, count - 1)] + "…"
 
 

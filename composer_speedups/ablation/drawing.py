@@ -58,6 +58,11 @@ class Drawing:
     height: float = 340
     _shapes: list[tuple[str, dict]] = field(default_factory=list)
 
+    @property
+    def dashed(self) -> bool:
+        """Whether one of the lines is."""
+        return any(kind == "line" and shape["dash"] for kind, shape in self._shapes)
+
     def line(
         self,
         points: Sequence[tuple[float, float]],

@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 _FIRST = ("recipe", "speedup", "published", "samples_per_second")
 _CAPTIONS = {
     "speedups": "Blue is shown to be faster, orange slower, grey neither.",
-    "speed_memory": "Up and left is better. The dashed line joins the recipes that no other one beats in both.",
+    "speed_memory": "Up and left is better.",
     "step_time": "Of a few profiled steps after the measured ones; a bar is as long as a sample takes in the table. "
     "The backward pass counts with what caused it. Copies are copies, casts and views; the loop is Python and waiting.",
     "memory": "Thick bars were measured in a step, thin ones predicted without running anything. Each kind at its "
@@ -35,9 +35,10 @@ _CAPTIONS = {
 }
 
 
-# What else the picture of speed-ups has, in some studies.
+# What else these pictures have, in some studies.
 _INTERVALS = f" Lines are {CONFIDENCE * 100:.0f} % intervals over the seeds."
 _DIAMONDS = " Diamonds are the source's figures on its own hardware."
+_STAIRS = " The dashed line joins the recipes that no other one beats in both."
 
 
 def report_html(found: Findings, drawings: Mapping[str, Drawing]) -> str:
@@ -119,6 +120,7 @@ def _charts(drawings: Mapping[str, Drawing], baseline: str, rows: Sequence[Row])
     captions = dict(_CAPTIONS)
     captions["speedups"] += _INTERVALS if any(row["speedup_interval"] for row in rows) else ""
     captions["speedups"] += _DIAMONDS if any((row.get("published") or {}).get("speedup") for row in rows) else ""
+    captions["speed_memory"] += _STAIRS if "speed_memory" in drawings and drawings["speed_memory"].dashed else ""
     figures = []
     for name, drawing in drawings.items():
         title = f"{drawing.title}, against {baseline}" if name == "speedups" else drawing.title

@@ -155,6 +155,26 @@ def test_pictures_are_files_of_both_kinds(study: tuple[Path, Findings]):
     assert bars.count("<rect") == 1 + 6 and "published: 1.4x" in bars and "no namespace" not in bars
 
 
+def bar(name: str, memory: float = 1e9, speed: float = 10.0) -> dict[str, Any]:
+    return judged(name, speed / 10, "faster") | {
+        "samples_per_second": speed, "peak_memory_bytes": memory, "stable": True, "status": "ok"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("letters", range(1, 26))
+def test_a_name_for_which_there_is_room_is_whole(letters: int):
+    name = "n" * letters
+    assert f">{name}</text>" in charts([bar("m"), bar(name)], [])["speedups"].svg()
+
+
+def test_the_caption_speaks_of_a_dashed_line_only_where_there_is_one(study: tuple[Path, Findings]):
+    one, other = bar("one"), bar("other", memory=2e9, speed=9.0)
+    assert not charts([one, other], [])["speed_memory"].dashed, "one is better in both"
+    assert charts([one, other | {"samples_per_second": 11.0}], [])["speed_memory"].dashed
+    page = (study[0] / "report.html").read_text()
+    assert ("dashed line joins" in page) == charts(study[1].rows, study[1].runs)["speed_memory"].dashed
+
+
 def test_where_time_and_memory_go(study: tuple[Path, Findings]):
     folder, found = study
     row = found.rows[1]
