@@ -46,22 +46,20 @@ def on_null_gpu(*command: str, compute: bool = False, **variables: str) -> subpr
 def test_gpu_tests_pass_where_operators_compute() -> None:
     """All of these files but bitsandbytes, whose kernels are its own."""
     done = on_null_gpu(
-        *("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *COMPUTED),
-        *(
-            "--deselect",
-            "tests/algorithms/test_optimizers.py::test_computes_adamw_on_cuda[bnb_adamw]",
-        ),  # its own kernels
+        *("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *COMPUTED),
+        *("--deselect", "tests/algorithms/test_optimizers.py::test_computes_adamw_on_cuda[bnb_adamw]"),
         *("-W", "ignore:Conversion of an array:DeprecationWarning"),  # of Triton's interpreter
         compute=True,
         TRITON_INTERPRET="1",
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "skipped" not in done.stdout.splitlines()[-1]
+    summary = done.stdout.splitlines()[-1]
+    assert " passed" in summary and "skipped" not in summary, summary
 
 
 @needs_cuda_13
 def test_a_planted_fault_on_cuda_is_found(tmp_path: Path) -> None:
-    """What is packed for flash attention with a length too many must not pass."""
+    """Lengths in another order than the sequences they are of must not pass."""
     (tmp_path / "fault.py").write_text(
         "from composer_speedups.kernels import varlen_attention as module\n"
         "right = module.Lengths.of.__func__\n"
@@ -69,12 +67,12 @@ def test_a_planted_fault_on_cuda_is_found(tmp_path: Path) -> None:
         "right(cls, [*lengths[1:], lengths[0]], device))\n"
     )
     done = on_null_gpu(
-        *("-m", "pytest", "-q", "-m", "gpu", "-p", "fault", "-p", "no:cacheprovider"),
+        *("-m", "pytest", "-m", "gpu", "-p", "fault", "-p", "no:cacheprovider"),
         *("tests/algorithms/test_unpadding.py", "-x"),
         compute=True,
         PYTHONPATH=str(tmp_path),
     )
-    assert done.returncode == 1, done.stdout[-2000:]
+    assert done.returncode == 1 and " failed" in done.stdout.splitlines()[-1], done.stdout[-2000:] + done.stderr[-1000:]
 
 
 @needs_cuda_13
@@ -105,3 +103,10 @@ def test_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([])
     assert "the following arguments are required: command" in capsys.readouterr().err
+
+
+@needs_cuda_13
+def test_a_command_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--", "no-such-command"])
+    assert "cannot run 'no-such-command': No such file" in capsys.readouterr().err

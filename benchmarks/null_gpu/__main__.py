@@ -7,11 +7,11 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
+from typing import NoReturn
 
 _HERE = Path(__file__).parent
 _SOURCES = ("runtime.c", "driver.c")
@@ -27,7 +27,7 @@ _DRIVER = (
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.null_gpu",
         description="Run a command on a GPU that is not there: CUDA paths run, kernels do nothing.",
@@ -47,7 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
         "TRITON_LIBCUDA_PATH": str(folder),
         "NULL_GPU": "compute" if options.compute else "idle",
     }
-    os.execvpe(options.command[0], options.command, environment)
+    try:
+        os.execvpe(options.command[0], options.command, environment)
+    except OSError as error:
+        parser.error(f"cannot run {options.command[0]!r}: {error.strerror}")
 
 
 def build() -> Path:
@@ -116,4 +119,4 @@ def _joined(first: Path, variable: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

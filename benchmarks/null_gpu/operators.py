@@ -200,25 +200,26 @@ def _spans(queries: Tensor, keys: Tensor, q: Tensor, k: Tensor, most_q: int, mos
     return [(x, y) for x, y in spans if x.stop > x.start]
 
 
+def _parts(ends_q, ends_k, q, k, most_q: int, most_k: int) -> list[tuple[Any, Any]]:
+    """Where each sequence's queries and keys are: in rows of their own, or between cumulative lengths."""
+    if ends_q is None:
+        return [(i, i) for i in range(len(q))]
+    return _spans(ends_q, ends_k, q, k, most_q, most_k)
+
+
 @_special
 def _flash_attention_forward(q, k, v, ends_q, ends_k, most_q, most_k, p, causal, debug, *, scale=None, **_):
     half = q.dtype in (torch.float16, torch.bfloat16)
     assert half and not causal and q.shape[-1] % 8 == 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     scale, seeds, out = scale or q.shape[-1] ** -0.5, _draw(), torch.empty(q.shape, dtype=q.dtype, device=CPU)
     hq, hk, hv = _host(q), _host(k), _host(v)
-    if ends_q is None:
-        sums = torch.empty(len(q), q.shape[2], q.shape[1], device=CPU)
-        for i in range(len(q)):
-            one, sums[i] = _attend(*(t[i].transpose(0, 1) for t in (hq, hk, hv)), None, p, scale, int(seeds[0]) + i)
-            out[i] = one.transpose(0, 1)
-    else:
-        sums = torch.zeros(q.shape[1], len(q), device=CPU)
-        for i, (a, b) in enumerate(_spans(ends_q, ends_k, q, k, most_q, most_k)):
-            parts = (t.transpose(0, 1) for t in (hq[a], hk[b], hv[b]))
-            one, sums[:, a] = _attend(*parts, None, p, scale, int(seeds[0]) + i)
-            out[a] = one.transpose(0, 1)
+    sums = torch.zeros(*q.shape[:-1], device=CPU)  # [..., tokens, heads], as the queries; returned the other way round
+    for i, (a, b) in enumerate(_parts(ends_q, ends_k, q, k, most_q, most_k)):
+        tensors = (t.transpose(0, 1) for t in (hq[a], hk[b], hv[b]))
+        one, some = _attend(*tensors, None, p, scale, int(seeds[0]) + i)
+        out[a], sums[a] = one.transpose(0, 1), some.T
     rest = (seeds.view(torch.uint64), torch.zeros((), dtype=torch.int64), torch.zeros(0, dtype=q.dtype))
-    return tuple(_device(t) for t in (out, sums, *rest))
+    return tuple(_device(t) for t in (out, sums.mT.contiguous(), *rest))
 
 
 @_special
@@ -228,10 +229,9 @@ def _flash_attention_backward(
     scale, seed = scale or q.shape[-1] ** -0.5, int(_host(state).view(torch.int64)[0])
     g, hq, hk, hv = (_host(t) for t in (gradient, q, k, v))
     found = [torch.zeros(t.shape, dtype=t.dtype, device=CPU) for t in (q, k, v)]
-    every = [(i, i) for i in range(len(q))] if ends_q is None else _spans(ends_q, ends_k, q, k, most_q, most_k)
-    for i, (a, b) in enumerate(every):
-        parts = (t.transpose(0, 1) for t in (g[a], hq[a], hk[b], hv[b]))
-        some = _gradients(*parts, None, p, scale, seed + i)[:3]
+    for i, (a, b) in enumerate(_parts(ends_q, ends_k, q, k, most_q, most_k)):
+        tensors = (t.transpose(0, 1) for t in (g[a], hq[a], hk[b], hv[b]))
+        some = _gradients(*tensors, None, p, scale, seed + i)[:3]
         for target, at, value in zip(found, (a, b, b), some, strict=True):
             target[at] = value.transpose(0, 1).to(target.dtype)
     return tuple(map(_device, found))

@@ -119,7 +119,7 @@ class Settings:
     inspect: bool = True
     until: float | None = None
     expected: float | None = None
-    entries: Entries = field(default_factory=lambda: Entries())
+    entries: Entries = field(default_factory=lambda: Entries())  # by name, when made: tests put others in its place
 
 
 @dataclass

@@ -26,11 +26,7 @@ from composer_speedups.algorithms.fused_bias_gelu import _FusedIntermediate
 from composer_speedups.kernels import bias_gelu as kernel
 
 # Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
-# And torch 2.11 deprecates what torchmetrics does when imported.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 
 @pytest.fixture

@@ -17,10 +17,7 @@ from test_masked_token_head import MlmRows, loss_and_gradients, masked_lm, mlm_b
 from composer_speedups import FusedCrossEntropy, MaskedTokenHead, apply_fused_cross_entropy, apply_masked_token_head
 from composer_speedups.errors import SpeedUpUnavailable
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 
 def gpt2() -> torch.nn.Module:

@@ -13,11 +13,7 @@ from small import padded_batch
 from composer_speedups import FusedLayerNorm, apply_fused_layer_norm
 
 # Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
-# And torch 2.11 deprecates what torchmetrics does when imported.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 
 @pytest.mark.parametrize("padded", [True, False])

@@ -11,10 +11,7 @@ from composer_speedups.kernels.cross_entropy import cross_entropy, reference_cro
 from composer_speedups.kernels.launch import DTYPES
 
 # Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 
 def case(rows: int = 5, vocabulary: int = 37, dtype: torch.dtype = torch.float32):
