@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
+from concurrent.futures import TimeoutError as WorkersLate
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from composer_speedups import inductor_cpp
 from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.errors import SpeedUpUnavailable
 
@@ -21,6 +26,8 @@ __all__ = [
     "compiler",
     "missing_for_triton",
     "missing_tools",
+    "prepare_inductor",
+    "settle_compile_workers",
     "use_cache",
     "why_no_cuda",
 ]
@@ -95,6 +102,49 @@ def use_cache(cache_dir: str) -> None:
     # Both are on by default; a user who names a folder wants them on in any case.
     inductor.fx_graph_cache = True
     functorch.enable_autograd_cache = True
+
+
+def prepare_inductor() -> None:
+    """What Inductor needs once in a process, after its cache folder is chosen and before it compiles anything."""
+    _end_workers_well()
+    if not torch.cuda.is_available():
+        inductor_cpp.prepare()
+
+
+@cache
+def _end_workers_well() -> None:
+    """Let this process end without the minutes that Inductor may wait for its compile workers; once is enough.
+
+    From Python 3.12 on no thread starts in a process that is ending. Inductor's process of compile workers starts one
+    with its first job, so that one which is told to end before (a short training, or all code found in the cache) never
+    does, and this process waits 300 s for it: https://github.com/pytorch/pytorch/issues/162199.
+    """
+    if sys.version_info < (3, 12):
+        return
+    importlib.import_module("torch._inductor.async_compile")  # registers its own: the last one to register runs first
+    atexit.register(settle_compile_workers)
+
+
+def settle_compile_workers(seconds: float = 60) -> None:
+    """Let Inductor's compile workers, if it has started any, do a job, after which they can be told to end."""
+    if "torch._inductor.async_compile" not in sys.modules:
+        return
+    from torch._inductor import async_compile
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    for pool in getattr(async_compile, "_pool_set", ()):
+        if not (isinstance(pool, SubprocPool) and pool.running):
+            continue
+        with pool.futures_lock:  # it starts its clock of idle workers, a thread, with the first answer; see above
+            clock, pool.timer = getattr(pool, "timer", None), None
+        if clock is not None:
+            clock.quit()
+        try:
+            pool.submit(os.getpid).result(seconds)
+        except WorkersLate:
+            pool.process.kill()
+        except Exception:  # they have ended by themselves: nothing will be waited for
+            continue
 
 
 def compiler(device: torch.device) -> str | None:

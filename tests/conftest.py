@@ -14,6 +14,7 @@ import torch
 from small import BatchDataset, bert_config
 
 from composer_speedups.compat import set_float32_precision
+from composer_speedups.compilation import settle_compile_workers
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -26,6 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords and (not HAS_CUDA or config.option.markexpr != "gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionfinish() -> None:
+    """Tests that compile by themselves must not make the whole run wait for Inductor's workers at its end."""
+    settle_compile_workers()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

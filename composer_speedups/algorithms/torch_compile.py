@@ -36,10 +36,9 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
 
-from composer_speedups import inductor_cpp
 from composer_speedups.arguments import check_choice
 from composer_speedups.compat import CompileCounters, compile_counters
-from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, use_cache
+from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, prepare_inductor, use_cache
 from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import repeated_blocks
@@ -78,8 +77,8 @@ def apply_torch_compile(
     targets = repeated_blocks(model) if scope == "block" else _callables(model)
     if cache_dir is not None:
         use_cache(cache_dir)
-    if targets and backend == "inductor" and not torch.cuda.is_available():
-        inductor_cpp.prepare()
+    if targets and backend == "inductor":
+        prepare_inductor()
     for module in targets:
         _compile(module, backend=backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph)
     return len(targets)

@@ -357,3 +357,27 @@ def test_cuda_graphs_with_microbatches_are_refused(mode, kind: str, micro: int |
     wrong = mode in ("reduce-overhead", "max-autotune") and kind == "cuda" and micro == 4
     with pytest.raises(ConflictError, match="microbatches of 4") if wrong else nullcontext():
         train()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python before 3.12 starts threads while it ends")
+@pytest.mark.parametrize("woken", [False, pytest.param(True, marks=pytest.mark.slow)])  # True: without a job since
+def test_a_process_does_not_wait_minutes_for_its_compile_workers(woken):
+    code = f"""
+import time
+from composer_speedups.compilation import prepare_inductor
+prepare_inductor()  # as apply_torch_compile does
+from torch._inductor.async_compile import AsyncCompile, _pool_set
+AsyncCompile().use_process_pool()
+[pool] = _pool_set
+if {woken}:
+    while not AsyncCompile().use_process_pool():
+        time.sleep(0.1)
+    pool.quiesce()
+    pool.wakeup()
+import atexit
+atexit.register(print, "ends")
+"""
+    quiet = os.environ | {"PYTHONWARNINGS": ""}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=quiet)  # it was 300 s
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
