@@ -76,6 +76,36 @@ def test_a_planted_fault_on_cuda_is_found(tmp_path: Path) -> None:
 
 
 @needs_cuda_13
+def test_inductor_launches_dropout_add_norm_itself(tmp_path: Path) -> None:
+    """One graph for all numbers of rows, no operator called by way of Python, no copy, and nothing in float64."""
+    code = """
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_fw_bw_and_get_code
+from composer_speedups.compilation import prepare_inductor
+from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
+
+prepare_inductor()
+run = torch.compile(dropout_add_norm, fullgraph=True, dynamic=True)
+
+def step(rows, p):
+    shapes = ((rows, 96), (rows, 96), 96, 96)
+    return run(*(torch.ones(shape, device="cuda", requires_grad=True) for shape in shapes), p, 1e-12)
+
+for p in (0.1, 0.0):
+    _, codes = run_fw_bw_and_get_code(lambda: step(1000, p))
+    for rows in (7, 20_000):
+        step(rows, p).sum().backward()
+    for direction, code in zip(("forward", "backward"), codes, strict=True):
+        assert f"{direction}_kernel_0.run(" in code, code
+        assert not any(word in code for word in ("torch.ops.composer_speedups", "clone_default", "fp64")), code
+print(counters["stats"]["unique_graphs"])
+"""
+    done = on_null_gpu("-c", code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@needs_cuda_13
 def test_triton_refuses_a_tensor_of_the_host() -> None:
     code = (
         "import torch, triton\n"

@@ -14,8 +14,8 @@ checkpointing repeat bit for bit. A dropped NaN or infinity becomes 0. Gradients
 **When it pays.** On the CPU in bf16: 1.8 ms where PyTorch takes 14.6, and `FastDropout` with `LowPrecisionNorm` 3.2,
 for 6,144 x 256, forward and backward (`benchmarks/results/2026-11-21_cpu_limits`); less in float32. On CUDA by
 arithmetic, in eager mode: 8 passes over the activations instead of 15, and 4 launches instead of 6 or more; not
-measured yet. Under `TorchCompile` it is opaque to the compiler, which fuses the forward pass as well; what is saved
-there are the stored mask and the second pass for the gradients of weight and bias.
+measured yet. Under `TorchCompile` Inductor fuses the forward pass as well, and launches these kernels itself on CUDA;
+what is saved there are the stored mask and the second pass for the gradients of weight and bias.
 
 **Needs.** Blocks that compute what BertSelfOutput and BertOutput do: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA, MPNet,
 DeBERTa-v2 and others, known by their code and not by their names. On CUDA the package triton and a width up to 8192; on

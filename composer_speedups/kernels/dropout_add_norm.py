@@ -13,14 +13,16 @@ The work is done by `dropout_add_norm_triton.py` on CUDA and by `dropout_add_nor
 float16 and float64. Gradients of weight and bias are summed in float32 by chunks of rows and then over chunks: no
 atomics, and on the CPU chunks that do not depend on the number of threads, so that a run repeats bit for bit.
 
-Eager code goes through an `autograd.Function`; under `torch.compile` the same calls are a custom operator, which is
-opaque to the compiler and breaks no graph (why not in both: see `layer_norm.py`).
+Eager code goes through an `autograd.Function`. Under `torch.compile` the same calls are a custom operator, which is
+opaque to the compiler and breaks no graph (why not in both: see `layer_norm.py`), and on CUDA one that it looks into
+and launches itself: `dropout_add_norm_inductor.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -31,7 +33,7 @@ from composer_speedups.kernels.fast_dropout import fast_dropout_mask, realised
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 
-__all__ = ["dropout_add_norm", "native", "reference_dropout_add_norm", "why_not"]
+__all__ = ["dropout_add_norm", "native", "operators", "reference_dropout_add_norm", "why_not"]
 
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _MOST = 1 << 33  # elements that 2^32 different words of bits serve
@@ -88,6 +90,10 @@ def dropout_add_norm(
         raise ValueError(f"dropout_add_norm: {reason}")
     dropped = round(realised(p) * _STEPS)
     seeds = torch.randint(0, 1 << 32, (2,), device=x.device) if dropped else None
+    if torch.compiler.is_compiling() and x.is_cuda:
+        from composer_speedups.kernels.dropout_add_norm_inductor import forward_op
+
+        return forward_op(x, residual, weight, bias, seeds, dropped, eps)[0]
     if torch.compiler.is_compiling() or shape_only(x):
         return _forward_op(x, residual, weight, bias, seeds, dropped, eps)[0]
     return _DropoutAddNorm.apply(x, residual, weight, bias, seeds, dropped, eps)
@@ -264,17 +270,53 @@ def _gradients(backward, ctx, dy):
     return (*(g if n else None for g, n in zip(found, ctx.needs_input_grad, strict=False)), None, None, None)
 
 
-@torch.library.custom_op("composer_speedups::dropout_add_norm", mutates_args=())
-def _forward_op(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    seeds: torch.Tensor | None,
-    dropped: int,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _forward(x, residual, weight, bias, seeds, dropped, eps)
+def operators(define: Callable, name: str, forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
+    """`forward` and `backward` as operators that `define` makes (`custom_op`, `triton_op`), the second of the first."""
+
+    @define(f"composer_speedups::{name}", mutates_args=())
+    def forward_op(
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        seeds: torch.Tensor | None,
+        dropped: int,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return forward(x, residual, weight, bias, seeds, dropped, eps)
+
+    @define(f"composer_speedups::{name}_backward", mutates_args=())
+    def backward_op(
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor,
+        rstd: torch.Tensor,
+        seeds: torch.Tensor | None,
+        dropped: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return backward(dy, x, residual, weight, mean, rstd, seeds, dropped)
+
+    def remember(ctx, inputs, output) -> None:
+        x, residual, weight, bias, seeds, ctx.dropped, _ = inputs
+        ctx.save_for_backward(x, residual, weight, *output[1:], seeds)
+        ctx.bias_dtype = bias.dtype
+        ctx.set_materialize_grads(False)  # mean and rstd get no gradient: spare two tensors of zeros
+
+    def differentiate(ctx, dy, _dmean, _drstd):
+        return _gradients(backward_op, ctx, dy)
+
+    forward_op.register_autograd(differentiate, setup_context=remember)
+    return forward_op, backward_op
+
+
+_forward_op, _backward_op = operators(
+    torch.library.custom_op,
+    "dropout_add_norm",
+    lambda *arguments: _forward(*arguments),  # looked up when called, as in `_DropoutAddNorm`
+    lambda *arguments: _backward(*arguments),
+)
 
 
 @_forward_op.register_fake
@@ -284,35 +326,7 @@ def _(x, residual, weight, bias, seeds, dropped, eps):
     return x.new_empty(x.shape), mean, torch.empty_like(mean)
 
 
-@torch.library.custom_op("composer_speedups::dropout_add_norm_backward", mutates_args=())
-def _backward_op(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    seeds: torch.Tensor | None,
-    dropped: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _backward(dy, x, residual, weight, mean, rstd, seeds, dropped)
-
-
 @_backward_op.register_fake
 def _(dy, x, residual, weight, mean, rstd, seeds, dropped):
     dx = x.new_empty(x.shape if dropped else (0,))
     return dx, x.new_empty(x.shape), mean.new_empty((2, x.shape[-1]))
-
-
-def _remember(ctx, inputs, output) -> None:
-    x, residual, weight, bias, seeds, ctx.dropped, _ = inputs
-    ctx.save_for_backward(x, residual, weight, *output[1:], seeds)
-    ctx.bias_dtype = bias.dtype
-    ctx.set_materialize_grads(False)  # mean and rstd get no gradient: spare two tensors of zeros
-
-
-def _differentiate(ctx, dy, _dmean, _drstd):
-    return _gradients(_backward_op, ctx, dy)
-
-
-_forward_op.register_autograd(_differentiate, setup_context=_remember)

@@ -14,13 +14,11 @@ import triton.language as tl
 from composer_speedups.kernels.launch import interpreted, most_programs, on_device, rows_of, tile_of
 from composer_speedups.kernels.layer_norm import normalise, through_norm
 
-__all__ = ["backward", "forward", "interpreted"]
-
-_STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
+__all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "interpreted"]
 
 
 @triton.jit
-def _keep(seeds_ptr, row, col, width, dropped):
+def _keep(seeds_ptr, row, col, width, DROPPED: tl.constexpr):
     """Whether each element stays; see `fast_dropout.keep_by_torch`. seeds: [2] int64, of 32 bits each."""
     first = tl.load(seeds_ptr).to(tl.uint32)
     second = tl.load(seeds_ptr + 1).to(tl.uint32)
@@ -31,16 +29,16 @@ def _keep(seeds_ptr, row, col, width, dropped):
     h = h ^ (h >> 16)
     lane = tl.where((element & 1) == 0, h & 0xFFFF, h >> 16).to(tl.int32)
     lane = lane ^ 0x8000  # of signed 16 bits: below 0 comes first
-    return lane >= dropped
+    return lane >= DROPPED
 
 
 @triton.jit
-def _forward_kernel(
+def forward_kernel(
     x_ptr,  # [rows, width], rows x_stride apart
     residual_ptr,  # [rows, width], rows residual_stride apart
     w_ptr,  # [width]
     b_ptr,  # [width]
-    seeds_ptr,  # [2] int64, read if DROP
+    seeds_ptr,  # [2] int64, read if DROPPED
     y_ptr,  # [rows, width], contiguous
     mean_ptr,  # [rows] float32
     rstd_ptr,  # [rows] float32
@@ -48,10 +46,8 @@ def _forward_kernel(
     residual_stride,
     rows,
     width,
-    dropped,  # of 65536
-    scale,
-    eps,
-    DROP: tl.constexpr,
+    DROPPED: tl.constexpr,  # of 65536
+    EPS: tl.constexpr,  # constants, as is the scale below: numbers of Python's are float64 where Inductor launches
     ROWS: tl.constexpr,  # rows a program takes
     COLS: tl.constexpr,  # power of two, >= width
 ):
@@ -59,10 +55,11 @@ def _forward_kernel(
     col = tl.arange(0, COLS)
     mask = (row < rows)[:, None] & (col < width)[None, :]
     z = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    if DROP:
-        z = tl.where(_keep(seeds_ptr, row, col, width, dropped), z * scale, 0.0)
+    if DROPPED:
+        scale: tl.constexpr = 65536.0 / (65536 - DROPPED)
+        z = tl.where(_keep(seeds_ptr, row, col, width, DROPPED), z * scale, 0.0)
     z += tl.load(residual_ptr + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean, centred, rstd = normalise(z, mask, width, eps)
+    mean, centred, rstd = normalise(z, mask, width, EPS)
     w = tl.load(w_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
     b = tl.load(b_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
     y = centred * rstd[:, None] * w + b
@@ -72,29 +69,27 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def backward_kernel(
     dy_ptr,  # [rows, width], rows dy_stride apart
     x_ptr,  # [rows, width], rows x_stride apart
     residual_ptr,  # [rows, width], rows residual_stride apart
     w_ptr,  # [width]
     mean_ptr,  # [rows] float32
     rstd_ptr,  # [rows] float32
-    seeds_ptr,  # [2] int64, read if DROP
-    dx_ptr,  # [rows, width], contiguous, written if DROP; else it is dresidual
+    seeds_ptr,  # [2] int64, read if DROPPED
+    dx_ptr,  # [rows, width], contiguous, written if DROPPED; else it is dresidual
     dresidual_ptr,  # [rows, width], contiguous
-    dw_ptr,  # [programs, width] float32
-    db_ptr,  # [programs, width] float32
+    partial_ptr,  # [2, programs, width] float32: what each program adds to the gradients of weight and bias
     dy_stride,
     x_stride,
     residual_stride,
     rows,
     width,
-    dropped,  # of 65536
-    scale,
-    DROP: tl.constexpr,
+    DROPPED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    scale: tl.constexpr = 65536.0 / (65536 - DROPPED)
     program = tl.program_id(0)
     col = tl.arange(0, COLS)
     dw = tl.zeros([ROWS, COLS], tl.float32)
@@ -104,8 +99,8 @@ def _backward_kernel(
         row = start + tl.arange(0, ROWS).to(tl.int64)
         mask = (row < rows)[:, None] & (col < width)[None, :]
         z = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        if DROP:
-            keep = _keep(seeds_ptr, row, col, width, dropped)
+        if DROPPED:
+            keep = _keep(seeds_ptr, row, col, width, DROPPED)
             z = tl.where(keep, z * scale, 0.0)
         z += tl.load(residual_ptr + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -115,26 +110,29 @@ def _backward_kernel(
         dz = through_norm(dy * w, z_hat, rstd, width)
         place = row[:, None] * width + col[None, :]
         tl.store(dresidual_ptr + place, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
-        if DROP:
+        if DROPPED:
             tl.store(dx_ptr + place, tl.where(keep, dz * scale, 0.0).to(dx_ptr.dtype.element_ty), mask=mask)
         dw += dy * z_hat
         db += dy
-    place = program * width + col
-    tl.store(dw_ptr + place, tl.sum(dw, 0), mask=col < width)
-    tl.store(db_ptr + place, tl.sum(db, 0), mask=col < width)
+    place = partial_ptr + program * width + col
+    tl.store(place, tl.sum(dw, 0), mask=col < width)
+    tl.store(place + tl.num_programs(0) * width, tl.sum(db, 0), mask=col < width)
 
 
-def forward(x, residual, weight, bias, seeds, dropped: int, eps: float):
-    """The output, and mean and reciprocal deviation of each row in float32; see `dropout_add_norm._forward`."""
+def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, kernel=forward_kernel):
+    """The output, and mean and reciprocal deviation of each row in float32; see `dropout_add_norm._forward`.
+
+    `kernel`: what launches it, if it is not Triton; see `dropout_add_norm_inductor.py`.
+    """
     matrix, other = rows_of(x), rows_of(residual)
-    rows, width = matrix.shape
+    rows, width = matrix.shape[0], int(matrix.shape[1])  # a number also where the compiler has a symbol
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean = torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     if rows:
         tile = tile_of(width, per_thread=16)
         with on_device(x.device):
-            _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+            kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 matrix,
                 other,
                 weight.contiguous(),
@@ -147,46 +145,42 @@ def forward(x, residual, weight, bias, seeds, dropped: int, eps: float):
                 other.stride(0),
                 rows,
                 width,
-                dropped,
-                _STEPS / (_STEPS - dropped),
-                eps,
-                DROP=dropped > 0,
+                DROPPED=dropped,
+                EPS=eps,
                 **tile,
             )
     return y, mean, rstd
 
 
-def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int):
+def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, kernel=backward_kernel):
     """Gradients of x (empty if `dropped` is 0), of residual, and `[2, width]` float32 of weight and bias."""
     gradients, matrix, other = rows_of(dy), rows_of(x), rows_of(residual)
-    rows, width = matrix.shape
+    rows, width = matrix.shape[0], int(matrix.shape[1])
     dx = torch.empty(x.shape if dropped else (0,), dtype=x.dtype, device=x.device)
     dresidual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tile = tile_of(width, per_thread=8)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), most_programs(x.device))
+    # Two at least, as a compiler asks whether it is one, and compiles again where that changes. With no rows at all
+    # they have zeros to store.
+    programs = torch.sym_max(2, torch.sym_min(triton.cdiv(rows, tile["ROWS"]), most_programs(x.device)))
     partial = torch.empty((2, programs, width), dtype=torch.float32, device=x.device)
-    if rows:
-        with on_device(x.device):
-            _backward_kernel[(programs,)](
-                gradients,
-                matrix,
-                other,
-                weight.contiguous(),
-                mean,
-                rstd,
-                seeds if dropped else mean,
-                dx,
-                dresidual,
-                partial[0],
-                partial[1],
-                gradients.stride(0),
-                matrix.stride(0),
-                other.stride(0),
-                rows,
-                width,
-                dropped,
-                _STEPS / (_STEPS - dropped),
-                DROP=dropped > 0,
-                **tile,
-            )
+    with on_device(x.device):
+        kernel[(programs,)](
+            gradients,
+            matrix,
+            other,
+            weight.contiguous(),
+            mean,
+            rstd,
+            seeds if dropped else mean,
+            dx,
+            dresidual,
+            partial,
+            gradients.stride(0),
+            matrix.stride(0),
+            other.stride(0),
+            rows,
+            width,
+            DROPPED=dropped,
+            **tile,
+        )
     return dx, dresidual, partial.sum(1)

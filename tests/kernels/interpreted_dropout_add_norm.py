@@ -94,9 +94,9 @@ MUTANTS = {
     "none": ("dw += dy * z_hat", "dw  += dy * z_hat"),
     "bias dropped": ("rstd[:, None] * w + b", "rstd[:, None] * w"),
     "weight dropped": ("rstd[:, None] * w + b", "rstd[:, None] + b"),
-    "eps ignored": ("normalise(z, mask, width, eps)", "normalise(z, mask, width, 1e-5)"),
-    "padding counted": ("normalise(z, mask, width, eps)", "normalise(z, mask | (z == 0.0), width, eps)"),
-    "scale forgotten": ("dropped), z * scale, 0.0)", "dropped), z, 0.0)"),
+    "eps ignored": ("normalise(z, mask, width, EPS)", "normalise(z, mask, width, 1e-5)"),
+    "padding counted": ("normalise(z, mask, width, EPS)", "normalise(z, mask | (z == 0.0), width, EPS)"),
+    "scale forgotten": ("DROPPED), z * scale, 0.0)", "DROPPED), z, 0.0)"),
     "scale forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "tl.where(keep, dz, 0.0)"),
     "mask forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "(dz * scale)"),
     "mask forgotten in backward's sum": ("z = tl.where(keep, z * scale, 0.0)", "z = z * scale"),
@@ -106,6 +106,7 @@ MUTANTS = {
     "dw without z_hat": ("dw += dy * z_hat", "dw += dy"),
     "weight forgotten in dz": ("through_norm(dy * w,", "through_norm(dy,"),
     "last program's sums lost": ("partial.sum(1)", "partial[:, :-1].sum(1)"),
+    "db stored over dw": ("place + tl.num_programs(0) * width", "place + 0 * width"),
     "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
 }
 
