@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -183,7 +184,8 @@ def _tokenised(spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, raw: _Raw) ->
         texts = raw.texts()
         notes = list(texts.notes)
         for part in ("train", "evaluation"):
-            rows = _encode(getattr(texts, part), tokenizer, spec.max_length, part, raw.say)
+            # A copy: a tokenizer keeps how it was last used, and what is saved with a model must not tell of the cache.
+            rows = _encode(getattr(texts, part), copy.deepcopy(tokenizer), spec.max_length, part, raw.say)
             labels = getattr(texts, f"{part}_labels")
             # Texts of control characters alone leave nothing to learn, and nothing that MLM could mask.
             special = set(tokenizer.all_special_ids)

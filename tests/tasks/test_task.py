@@ -99,6 +99,11 @@ def test_what_matters_is_in_the_key(table: Path, change: dict, monkeypatch):
     assert reads == [1]
 
 
+def test_the_tokenizer_does_not_tell_whether_its_tokens_came_from_the_cache(table: Path):
+    cold, warm = (build_task(text_spec(table), SCRATCH, seed=0).tokenizer for _ in range(2))
+    assert cold.backend_tokenizer.to_str() == warm.backend_tokenizer.to_str()
+
+
 def test_a_changed_file_is_read_again(table: Path):
     before = build_task(text_spec(table), SCRATCH, seed=0)
     table.write_text(table.read_text() + "\na new line about a bird,b")
