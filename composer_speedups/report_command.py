@@ -47,7 +47,9 @@ def report(
 
 
 def _folder(run: Path) -> Path:
-    folder = run.parent if run.name == "runs.sqlite" else run
+    from composer_speedups.ablation.aside import STORE
+
+    folder = run.parent if run.name == STORE else run
     if not folder.is_dir():
         there = "it is a file: name the study's folder" if folder.exists() else "there is no such folder"
         raise UserError(f"no study in {folder}: {there}")

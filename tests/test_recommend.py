@@ -226,6 +226,14 @@ def test_nothing_helped_is_an_answer_too():
     assert found.row is None and found.rejected == {"x": "not judged: no speed was measured"}
 
 
+@pytest.mark.parametrize(("failed", "says"), [([], "Give more --minutes"), ([1], "did not run. out of memory")])
+def test_nothing_measured_is_told_from_nothing_that_ran(failed: list[int], says: str):
+    base, other = rows_of({"recipe": "x", "speedup": 1.0, "speed_verdict": "not judged"} | OPEN)
+    base, other = base | {"seeds": [], "failed": failed, "reason": "out of memory"}, other | {"seeds": []}
+    found = answer([base, other], 0.99)
+    assert found.row is None and found.sentence.endswith(says)
+
+
 def rows_of(*others: dict) -> list[dict]:
     """Rows of a study: plain, and faster ones with what is given of each."""
     shared = {"seeds": [1, 2, 3], "reason": "", "speed_note": "", "quality_note": "", "peak_memory_bytes": None}
@@ -355,6 +363,7 @@ def test_the_python_line_is_python():
         (["max_lenght=3"], "unknown key 'max_lenght'"),
         (["max_length"], "is not key=value"),
         (["--out", "taken"], "--out taken is no folder"),
+        (["--out", "/proc/x"], "--out: cannot write to /proc: No such file"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path: Path, monkeypatch, capsys):

@@ -29,6 +29,7 @@ from composer_speedups.recipes import load_recipe
 from composer_speedups.tune_command import memory_bytes
 from composer_speedups.tuning import jobs as tuning_jobs
 from composer_speedups.tuning import rate as rates
+from composer_speedups.tuning import tune as tune_module
 from composer_speedups.tuning.batch import Tried, fastest, largest
 from composer_speedups.tuning.evidence import batch_reason
 from composer_speedups.tuning.record import Record, RecordError
@@ -46,9 +47,11 @@ def isolation():
 SIZES = ("batch_size=32", "task.train_samples=1152")  # what the figures below are about
 
 
-def search(out: Path, isolation: Isolation | None = None, recipe: str = "demo/bf16", overrides=(), **options):
+def search(
+    out: Path, isolation: Isolation | None = None, recipe: str = "demo/bf16", overrides=(), width=140, **options
+):
     """`tune` with fake tries; what it printed comes with the result."""
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=width)
     base = load_recipe(recipe, check_arguments=False)
     loaded = load_recipe(recipe, [*SIZES, "duration=2ep", *overrides], check_arguments=False)
     settings = Settings(**options)
@@ -244,7 +247,7 @@ def test_rates_that_diverge_are_not_taken():
     best, tried = rates.search(lambda r, n: float("nan") if r > 5e-4 else r, 1e-3, plan, 10**6, seed=1)
     assert best <= 5e-4 and tried[0].ended == "diverged"
     best, tried = rates.search(lambda r, n: None, 1e-3, plan, 10**6, seed=1)
-    assert best == 1e-3 and {one.ended for one in tried} == {"failed"}
+    assert best is None and {one.ended for one in tried} == {"failed"}
     # One that goes further than all others, has the lowest loss until then, and diverges at last.
     plan = rates.Plan(6, (256, 512, 1024))
     best, tried = rates.search(lambda r, n: float("nan") if n == 1024 else -r, 1e-3, plan, 10**6, seed=1)
@@ -477,6 +480,47 @@ def test_what_cannot_run_here_or_is_broken(tmp_path: Path, isolation: Isolation)
     assert not (tmp_path / "x.yaml").exists()
 
 
+def test_no_rate_is_recommended_that_diverged(tmp_path: Path, isolation: Isolation):
+    out = tmp_path / "x.yaml"
+    with pytest.raises(UserError, match=r"no learning rate from 0.5 to 2 ended .* Start lower, .* learning_rate=0.05"):
+        search(out, isolation, batch=False, overrides=["learning_rate=1"], trials=3)
+    assert not out.exists() and record_path(out).exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("dull:0", "the loss fell by 0 only in 19,968 samples, too little to compare; 0.001 is the recipe's own"),
+        ("alike:0.001", "none of 3 tried was shown to be better: 0.002 only within the noise; 0.001 is the recipe's"),
+    ],
+)
+def test_the_rules_rate_stays_where_noise_speaks_for_another(tmp_path: Path, monkeypatch, fault: str, says: str):
+    monkeypatch.setenv("TUNING_FAULT", fault)
+    result, text = search(tmp_path / "x.yaml", batch=False, trials=3, samples=160_000)
+    assert result.recipe is not None and result.recipe.learning_rate == 1e-3
+    assert f"learning rate 0.001: {says}" in text, text
+    assert ("Give more --samples" in text) == fault.startswith("dull")
+
+
+def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path, isolation: Isolation, monkeypatch):
+    out = tmp_path / "x.yaml"
+
+    class Slow(tune_module._Session):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            out.write_text("theirs\n")
+
+    monkeypatch.setattr(tune_module, "_Session", Slow)
+    with pytest.raises(UserError, match=r"x\.yaml exists: add --overwrite"):
+        search(out, isolation, rate=False)
+    assert out.read_text() == "theirs\n" and list(tmp_path.iterdir()) == [out]
+
+
+def test_lines_are_whole_where_nobody_cuts_them(tmp_path: Path, isolation: Isolation):
+    _, text = search(tmp_path / "x.yaml", isolation, batch=False, samples=300, width=60)
+    assert "300 samples are too few to compare rates at batch 32 (at least 1,280)\n" in text
+
+
 # --- The memory of a try ---
 
 
@@ -663,6 +707,7 @@ def test_sizes_of_memory():
         (["tune", "demo/bf16", "--memory-limit", "0GB"], "is no size"),
         (["tune", "demo/bf16", "--goal", "best"], "--goal must be largest or fastest"),
         (["tune", "demo/bf16", "--out", "x.txt"], "end it with .yaml"),
+        (["tune", "demo/bf16", "--out", "/proc/x.yaml"], "--out: cannot write to /proc: No such file"),
         (["tune", "demo/bf16", "--out", "taken.yaml"], "taken.yaml exists: add --overwrite"),
         (["tune", "nowhere.yaml"], "there is no such file"),
     ],

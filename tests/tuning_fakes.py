@@ -2,6 +2,7 @@
 
 Each try writes a line into the file `$TUNING_DIARY`. `$TUNING_FAULT` makes tries go wrong, `what:number`: after so many
 lines `hang` stops the search as Ctrl-C does, and the `disk` is full; `kill` those of more samples; `slow`: seconds.
+`dull` learns nothing, and to `alike` all rates are the same.
 """
 
 from __future__ import annotations
@@ -72,13 +73,17 @@ def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     if together > FITS:
         raise OutOfMemory(f"out of memory with {together} samples: try {together // 2}")
     report({"phase": "train", "step": steps, "steps": steps, "loss": 1.0})
-    loss = math.log(rate / BEST) ** 2 + 1 + 8 / steps
+    loss, begin, noise = math.log(rate / BEST) ** 2 + 1 + 8 / steps, 9.0, 0.0
+    if fault == "dull":  # nothing is learnt
+        begin = 0.0
+    if fault == "alike":  # all rates are as good, but for noise that looks like more
+        loss, noise = 1.0 - 1e-4 * rate, 0.1 * (rate != float(number))
     return {
         "status": "ok",
         "reason": "",
         "seed": seed,
         "samples_per_second": 100 * math.exp(-(math.log2(together / PEAK) ** 2) / 8),
         "peak_memory_bytes": FIXED + SAMPLE * together,
-        "losses": [loss] * steps,
+        "losses": [loss + begin * (2 * n < steps) + noise * (-1) ** (steps - n) for n in range(steps)],
         "finite": rate < 1e-2,
     }

@@ -236,7 +236,10 @@ def answer(
             rejected[row["recipe"]] = f"{row['speed_verdict']}: {row['speedup']:.2f}x{span}{note}"
     if best is None:
         if not base["seeds"]:
-            return Answer(None, f"No recommendation: the plain recipe did not run. {base['reason']}".strip(), rejected)
+            why = f"the plain recipe did not run. {base['reason']}".strip()
+            if not base["failed"]:
+                why = "the time was over before anything had been measured. Give more --minutes"
+            return Answer(None, f"No recommendation: {why}", rejected)
         if others and all(row["speed_verdict"] == "not judged" for row in others):
             text = "No recommendation: the time was not enough for a repeated measurement. Give more --minutes."
         else:

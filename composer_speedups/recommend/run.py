@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from composer_speedups import hardware
+from composer_speedups.ablation.aside import STORE
 from composer_speedups.ablation.estimate import duration
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
@@ -22,7 +23,7 @@ from composer_speedups.ablation.study import Entries, Settings, Study, run_study
 from composer_speedups.errors import UserError
 from composer_speedups.recipe_schema import count_and_unit, in_samples
 from composer_speedups.recommend.choice import PLAIN, Answer, answer, final_rows, made, screen, screening_rows
-from composer_speedups.tuning.written import write_recipe
+from composer_speedups.tuning.written import check_writable, write_recipe
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -85,6 +86,7 @@ def recommend(
     end = time.monotonic() + minutes * 60
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is no folder. Choose another --out")
+    check_writable(out)
     with Isolation(entries.train, entries.preload) as isolation:
         work = _Work(base, out, end, own_batch, command, console, entries, isolation)
         try:
@@ -145,8 +147,8 @@ class _Work:
     def _same_machine(self, here: dict[str, Any]) -> None:
         """What was measured on another machine is no answer for this one."""
         for folder in (self.out, self.out / "screening", self.out / _QUICK):
-            if (folder / "runs.sqlite").is_file():
-                with Store(folder / "runs.sqlite", create=False) as store:
+            if (folder / STORE).is_file():
+                with Store(folder / STORE, create=False) as store:
                     stored = list(store.environments().values())
                 difference = next((text for there in stored if (text := hardware.same_machine(there, here))), "")
                 if difference:
@@ -262,7 +264,7 @@ class _Work:
 
     def _plain_failed(self) -> bool:
         """Whether an earlier screening is worth nothing, as what it compares with did not run."""
-        with Store(self.out / "screening" / "runs.sqlite", create=False) as store:
+        with Store(self.out / "screening" / STORE, create=False) as store:
             return any(
                 run.recipe == PLAIN and run.status in ("failed", "timeout", "out_of_memory") for run in store.runs()
             )
@@ -277,7 +279,7 @@ class _Work:
             facts: of this machine, the candidates among them.
             remedy: for those that the time was too short for.
         """
-        with Store(self.out / "screening" / "runs.sqlite", create=False) as store:
+        with Store(self.out / "screening" / STORE, create=False) as store:
             found = findings(store)
         names = [recipe.name for recipe in rows]
         dtype = (facts["first"].get("mixed_precision") or {}).get("dtype")
@@ -329,7 +331,7 @@ class _Work:
     @staticmethod
     def _planned(folder: Path) -> list[int]:
         """The seeds of the study in `folder`."""
-        with Store(folder / "runs.sqlite", create=False) as store:
+        with Store(folder / STORE, create=False) as store:
             return list(dict.fromkeys(run.seed for run in store.runs()))
 
     def _compare(self) -> str:
@@ -348,6 +350,7 @@ class _Work:
         batch = self.base.batch_size if result is None else result.recipes[PLAIN]["batch_size"]
         recipe = self.base.model_copy(update={"speedups": speedups, "batch_size": batch})
         reasons = rejected | found.rejected
+        more = [key for key, arguments in speedups.items() if self.base.speedups.get(key) != arguments]
         path = self.out / "recommended.yaml"
         lines = [f"{time.strftime('%Y-%m-%d')}: {self.command}", *_wrapped(found.sentence), "Rejected:"]
         lines += [line for name, why in reasons.items() for line in _wrapped(f"{name}: {why}", "  ")] or ["  nothing"]
@@ -356,7 +359,7 @@ class _Work:
             recipe,
             None,
             None,
-            description=f"recommended: {', '.join(speedups) or 'no speed-ups'}"[:500],
+            description=f"recommended: {', '.join(more) or 'no speed-ups beyond the plain recipe'}"[:500],
             evidence=lines,
             reasons={},
             overwrite=True,
@@ -378,9 +381,9 @@ class _Work:
         """The recipes of the study in `folder`; none if there is none yet; another's is refused."""
         from composer_speedups.recipes import Recipe
 
-        if not (folder / "runs.sqlite").is_file():
+        if not (folder / STORE).is_file():
             return []
-        with Store(folder / "runs.sqlite", create=False) as store:
+        with Store(folder / STORE, create=False) as store:
             stored = [Recipe.model_validate(recipe) for recipe in store.recipes().values()]
         if not stored:
             return []

@@ -62,4 +62,4 @@ class Display:
         self._live.update(line, refresh=force)
 
     def say(self, text: str, style: str | None = None) -> None:
-        self.console.print(escape(text), highlight=False, no_wrap=True, overflow="ellipsis", style=style)
+        self.console.print(escape(text), highlight=False, soft_wrap=not self.console.is_terminal, style=style)

@@ -8,13 +8,14 @@ that what is compared is the rate alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 from composer_speedups.errors import UserError
 
-__all__ = ["LEAST_STEPS", "Plan", "Rated", "optuna_or_error", "plan", "scaled_rate", "search"]
+__all__ = ["LEAST_STEPS", "Plan", "Rated", "optuna_or_error", "plan", "scaled_rate", "search", "shown_lower"]
 
 _SPAN = 8.0  # rates from an eighth to eight times the scaling rule's
 _FIRST = (1.0, 0.5, 2.0)  # of the rule's: the neighbours tell on which side to look
@@ -99,12 +100,14 @@ def plan(budget: int, batch: int, trials: int, longest: int) -> Plan | None:
     return Plan(count, (shortest,)) if count >= 2 else None
 
 
-def search(train: Train, start: float, chosen: Plan, budget: int, seed: int) -> tuple[float, list[Rated]]:
+def search(train: Train, start: float, chosen: Plan, budget: int, seed: int) -> tuple[float | None, list[Rated]]:
     """The rate with the lowest loss among those that came furthest and did not diverge, and all that were tried.
+
+    None if every one diverged.
 
     Args:
         train: makes one run.
-        start: the scaling rule's rate, tried first, and taken if nothing better is found.
+        start: the scaling rule's rate, tried first.
         chosen: from `plan`.
         budget: samples; the search ends before it would go over it.
         seed: of the sampler: the same losses lead to the same proposals, so a record can be gone through again.
@@ -146,7 +149,22 @@ def search(train: Train, start: float, chosen: Plan, budget: int, seed: int) -> 
             study.tell(trial, state=pruned if losses else failed)
     sound = [one for one in tried if one.losses and one.ended not in ("diverged", "failed")]
     if not sound:
-        return start, tried
+        return None, tried
     furthest = max(len(one.losses) for one in sound)
     best = min((one for one in sound if len(one.losses) == furthest), key=lambda one: one.losses[-1])
     return best.rate, tried
+
+
+def shown_lower(losses: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether `losses` are below `other` by more than their noise: both of the same last steps, on the same batches.
+
+    Two standard errors of the mean difference. Batches are the same, so that what they differ in among themselves does
+    not count; losses of successive steps go together, so that less than this is certainly nothing.
+
+    >>> shown_lower([1.0, 1.2, 1.1], [1.3, 1.5, 1.4]), shown_lower([1.0, 1.4, 1.1], [1.3, 1.2, 1.2])
+    (True, False)
+    """
+    differences = [a - b for a, b in zip(losses, other, strict=True)]
+    if len(differences) < 2:
+        return False
+    return statistics.mean(differences) < -2 * statistics.stdev(differences) / math.sqrt(len(differences))

@@ -17,7 +17,7 @@ from composer_speedups.files import lock
 
 __all__ = ["Record", "RecordError"]
 
-_FORMAT = 2  # 1: warm-ups that were not the recipe's, and failures
+_FORMAT = 3  # 1: warm-ups that were not the recipe's, and failures; 2: one loss of each try
 _BEGIN = b'{"check": "'
 
 

@@ -16,6 +16,7 @@ from composer_speedups.ablation.estimate import duration, seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.rows import REGROUPING, precision
+from composer_speedups.ablation.statistics import Margins
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import NothingFits, SpeedUpUnavailable, UserError
 from composer_speedups.recipe_schema import count_and_unit, in_samples
@@ -147,6 +148,7 @@ def tune(
             "machine": {key: session.facts.get(key) for key in hardware.IDENTITY},
         }
         record = Record(record_path(out), search)
+        _check_again(out, overwrite, record)
         session.announce(record, out)
         with Display(console, settings.samples) as display:
             found, evidence, reasons = session.search(record, display)
@@ -175,6 +177,16 @@ def tune(
             record.close()
         if own:
             isolation.close()
+
+
+def _check_again(out: Path, overwrite: bool, record: Record) -> None:
+    """Another process may have ended the same search since `out` was looked at, and have let go of its record."""
+    try:
+        check_output(out, overwrite)
+    except UserError:
+        if not record.trials:
+            record.remove()
+        raise
 
 
 class _Session:
@@ -352,10 +364,15 @@ class _Session:
             return math.nan if trial["loss"] is None else trial["loss"]
 
         best, tried = rates.search(train, start, plan, budget, recipe.seed)
-        furthest = max(len(one.losses) for one in tried)
-        reason = f"lowest loss of {len(tried)} tried; {rule}"
-        if not furthest:
-            reason = f"{rule}; of {len(tried)} tried none ended with a loss"
+        if best is None:
+            low, high = min(one.rate for one in tried), max(one.rate for one in tried)
+            raise UserError(
+                f"no learning rate from {low:g} to {high:g} ended with a finite loss. Start lower, e.g. with "
+                f"learning_rate={low / 10:.1g} and another --out"
+            )
+        furthest = plan.samples[max(len(one.losses) for one in tried if one.rate == best) - 1]
+        best, why = self._settle(best, start, furthest, recipe.batch_size, len(tried))
+        reason = f"{why}; {rule}"
         lines = [
             f"Learning rate {best:g}, {reason}.",
             "Loss: mean over the last quarter of a whole run with its own warm-up and decay, all from the same weights",
@@ -364,6 +381,17 @@ class _Session:
         ]
         self.display.say(f"learning rate {best:g}: {reason}", style="bold")
         return recipe.model_copy(update={"learning_rate": best}), lines, reason
+
+    def _settle(self, best: float, rule: float, samples: int, batch: int, count: int) -> tuple[float, str]:
+        """The rate with the lowest loss, if more than noise speaks for it, and else the rule's; and why."""
+        found = {t["rate"]: t for t in self.record.find(kind="rate", samples=samples, batch=batch) if t["tail"]}
+        fallen = found[best]["first"] - found[best]["loss"]
+        if fallen <= Margins().loss_floor:
+            self.display.say("Give more --samples: too little was learnt to tell rates apart", style="yellow")
+            return rule, f"the loss fell by {max(0.0, fallen):.2g} only in {samples:,} samples, too little to compare"
+        if best == rule or rule not in found or rates.shown_lower(found[best]["tail"], found[rule]["tail"]):
+            return best, f"lowest loss of {count} tried"
+        return rule, f"none of {count} tried was shown to be better: {best:g} only within the noise"
 
     # --- One try ---
 
@@ -419,14 +447,16 @@ class _Session:
         if status == "ok" and self.limit and peak and peak > self.limit:
             status, reason = "over_limit", f"{peak / 1e9:.2f} GB"
         losses = [loss for loss in value.get("losses") or [] if loss is not None]
-        tail = losses[-max(1, len(losses) // 4) :]
-        loss = sum(tail) / len(tail) if tail and value.get("finite", True) else None
+        tail = losses[-max(1, len(losses) // 4) :] if value.get("finite", True) else []
+        loss = sum(tail) / len(tail) if tail else None
         result = {
             "status": status,
             "reason": " ".join(str(reason).split()),
             "samples_per_second": value.get("samples_per_second"),
             "peak_memory_bytes": peak,
-            "loss": loss if loss is not None and math.isfinite(loss) else None,
+            "loss": loss,
+            "first": sum(losses[:3]) / len(losses[:3]) if losses else None,
+            "tail": [round(one, 5) for one in tail],
             "seconds": round(outcome.seconds, 2),
             "allowed": self.settings.timeout,
             "overlapped": not outcome.alone,

@@ -15,7 +15,7 @@ from composer_speedups.recipe_yaml import Item, Where, dump
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["check_output", "extends_as", "write_recipe"]
+__all__ = ["check_output", "check_writable", "extends_as", "write_recipe"]
 
 _WHERE = Where("tuning")
 
@@ -28,6 +28,16 @@ def check_output(out: Path, overwrite: bool) -> None:
         raise UserError(f"--out {out} is a folder: name a .yaml file in it")
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists: add --overwrite to replace it, or choose another --out")
+    check_writable(out.parent)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise unless files can be made in `folder`, which need not be there yet."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise UserError(f"--out: cannot write to {there}: {error.strerror}. Choose another --out") from error
 
 
 def extends_as(asked: str, out: Path) -> str:
