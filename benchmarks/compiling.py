@@ -11,22 +11,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Entry, Rows, interleaved, markdown, plot, ratios, shown, spread
+from benchmarks.harness import Entry, Rows, begin, interleaved, markdown, plot, ratios, read, shown, spread, times_run
 from composer_speedups.hardware import suite_section
 
-__all__ = ["run"]
+__all__ = ["measure", "table"]
 
 _LAYERS, _BATCH = 12, 8
 _SIZES = (f"model.config.num_hidden_layers={_LAYERS}", f"batch_size={_BATCH}")
 
 
-def run(folder: Path, repetitions: int, batches: int) -> str:
-    """Measure into `folder`; return the table."""
-    rows: Rows = []
+def measure(folder: Path, repetitions: int, batches: int) -> None:
+    begin(folder, "compiling", recipe=_recipe(), layers=_LAYERS, batch=_BATCH)
     for repetition in range(repetitions):
         with tempfile.TemporaryDirectory() as cache:
             # Cold before warm, so not rotated.
-            rows += interleaved(_entries(cache), folder, repetitions=1, batches=batches, first=repetition)
+            interleaved(_entries(cache), folder, repetitions=1, batches=batches, first=repetition)
+
+
+def table(folder: Path) -> str:
+    found = read(folder)
+    rows, of = found.rows, found.conditions
     base = "whole model, PyTorch's own, cold"
     body = [
         (
@@ -36,14 +40,14 @@ def run(folder: Path, repetitions: int, batches: int) -> str:
             spread(ratios(rows, name, base, _compile_seconds), unit="x"),
             spread([s for row in rows if row["entry"] == name and (s := row["samples_per_second"])], ".1f"),
         )
-        for name in _entries("")
+        for name in found.names
     ]
     head = ("", "seconds compiling", "first step, seconds", f"against {base}", "samples/s afterwards")
     heading = (
-        f"{repetitions} repetitions, each run in a fresh process; {_recipe()} with {_LAYERS} layers and batch "
-        f"{_BATCH}; median [lowest, highest]; ratios of the seconds within each repetition."
+        f"{times_run(rows)}, each run in a fresh process; {of['recipe']} with {of['layers']} layers and batch "
+        f"{of['batch']}; median [lowest, highest]; ratios of the seconds within each repetition."
     )
-    plot(folder, {name: _seconds(rows, name) for name in _entries("")}, "seconds compiling")
+    plot(folder, {name: _seconds(rows, name) for name in found.names}, "seconds compiling")
     return markdown(folder, heading, head, body)
 
 

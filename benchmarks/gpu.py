@@ -12,8 +12,8 @@ float64, loss scaling, bitsandbytes, synchronisations, compile), as what is wron
 against the limits of the device, then whole training runs against the peers, as many repetitions as the time allows:
 speeds, MFU on real tokens (of the matmul peak measured in the same run), and the peaks of memory. What decides about
 the targets comes first, so that it has been run at least once where the time ends early.
-What is done is on disk at any moment. Without a GPU it does the same on the CPU, as a rehearsal: the tests are skipped
-then, which is said.
+What is done is on disk at any moment, and `python -m benchmarks.table FOLDER` makes a table of it. Without a GPU it
+does the same on the CPU, as a rehearsal: the tests are skipped then, which is said.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks import limits, peers
-from benchmarks.harness import new_folder
+from benchmarks.harness import new_folder, run
 from composer_speedups.hardware import hardware, suite_section
 
 PARTS = ("tests", "limits", "training")
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
         folder = new_folder("peers", options.out / "peers")
         first = tuple(peers.ENTRIES[suite_section()])[: options.first]
-        print(peers.run(folder, 100, options.batches, deadline - 30, first))
+        run(peers, folder, 100, options.batches, deadline=deadline - 30, only=first)
     words = "no test was asked for" if "tests" not in options.parts else "all passed"
     words = words if passed else "tests or limits FAILED"
     print(f"done with {deadline - time.monotonic():.0f} s left; {words}")
@@ -76,7 +76,7 @@ def _limits(out: Path, deadline: float) -> bool:
     import torch
 
     try:
-        print(limits.run(new_folder("limits", out), 3, 32 if hardware() == "cuda" else 1, deadline))
+        run(limits, new_folder("limits", out), 3, 32 if hardware() == "cuda" else 1, deadline=deadline)
     except Exception:
         traceback.print_exc()
         return False

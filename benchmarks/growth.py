@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Entry, Rows, interleaved, markdown, median, plot, ratios, spread
+from benchmarks.harness import Entry, Rows, begin, interleaved, markdown, median, plot, ratios, read, spread, times_run
 from composer_speedups.hardware import suite_section
 
-__all__ = ["run"]
+__all__ = ["measure", "table"]
 
 # what is varied -> its values. Padding is the share of a batch's tokens if each text is padded to `length`.
 AXES = {
@@ -46,33 +46,35 @@ def overrides(point: dict[str, Any]) -> tuple[str, ...]:
     return (task, *model, "model.config.max_position_embeddings=512", f"batch_size={point['batch']}")
 
 
-def run(folder: Path, repetitions: int, batches: int) -> str:
-    """Measure into `folder`; return the table."""
+def measure(folder: Path, repetitions: int, batches: int) -> None:
     plain, fast = _RECIPES[suite_section()]
     entries = {
         f"{_name(point)}: {recipe}": Entry("ours", recipe, overrides(point))
         for point in points()
         for recipe in (plain, fast)
     }
-    rows = interleaved(entries, folder, repetitions=repetitions, batches=batches)
-    body = []
-    for axis, values in AXES.items():
+    begin(folder, "growth", batches=batches, recipes=(plain, fast), axes=AXES, middle=MIDDLE)
+    interleaved(entries, folder, repetitions=repetitions, batches=batches)
+
+
+def table(folder: Path) -> str:
+    found = read(folder)
+    rows, (plain, fast), middle = found.rows, found.conditions["recipes"], found.conditions["middle"]
+    batches = found.conditions["batches"]
+    body, gains = [], {}
+    for axis, values in found.conditions["axes"].items():
         for value in values:
-            name = _name(MIDDLE | {axis: value})
+            name = _name(middle | {axis: value})
+            gains[f"{axis} {value}"] = _gains(rows, name, plain, fast)
             beside = any(row["overlapped"] for row in rows if row["entry"].startswith(f"{name}: "))
             mark = " (beside other work)" if beside else ""
             body.append((f"{axis} {value}{mark}", *_cells(rows, name, plain, fast)))
     heading = (
-        f"{repetitions} repetitions, interleaved, each run in a fresh process; {batches} batches count, after half as "
+        f"{times_run(rows)}, interleaved, each run in a fresh process; {batches} batches count, after half as "
         "many (at least two); medians [lowest, highest]. Where nothing else is said: "
-        + ", ".join(f"{axis} {value}" for axis, value in MIDDLE.items())
+        + ", ".join(f"{axis} {value}" for axis, value in middle.items())
         + ". Speeds count all samples; peak memory is the process's or the allocator's."
     )
-    gains = {
-        f"{axis} {value}": _gains(rows, _name(MIDDLE | {axis: value}), plain, fast)
-        for axis, values in AXES.items()
-        for value in values
-    }
     plot(folder, gains, f"{fast} over {plain}, samples/s")
     head = ("", f"{plain}, samples/s", f"{fast}, samples/s", "ratio", "peak memory, MB: padded", "fastest")
     return markdown(folder, heading, head, body)

@@ -1,7 +1,9 @@
 """What all benchmarks share: interleaved runs in fresh processes, one line of JSON for each, a table and a plot.
 
-A folder of results holds `environment.json`, `entries.json`, `rows.jsonl`, `table.md` and `plot.png`. It is written
-once and never edited: a second run needs another folder.
+A part (`peers.py` and the others) has `measure`, which fills a folder of results, and `table`, which reads it: so a
+table can be made anew, or for the first time where the measurement was cut off. The folder holds `environment.json`,
+`conditions.json`, `entries.json`, `rows.jsonl`, `table.md` and `plot.png`. It is written once and never edited:
+a second run needs another folder.
 """
 
 from __future__ import annotations
@@ -16,22 +18,28 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.errors import UserError
 from composer_speedups.hardware import environment, hardware, summary
 from composer_speedups.recipes import Recipe, load_recipe
 
 __all__ = [
     "Entry",
+    "Part",
+    "Results",
     "Rows",
+    "begin",
     "interleaved",
     "markdown",
     "median",
     "new_folder",
     "plot",
     "ratios",
+    "read",
+    "run",
     "shown",
     "spread",
     "times_run",
@@ -55,6 +63,59 @@ class Entry:
     recipe: str
     overrides: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Part(Protocol):
+    """One of the benchmarks: a module with these two functions."""
+
+    def measure(self, folder: Path, repetitions: int, batches: int) -> None:
+        """Note the conditions (`begin`), and write a row for all that is measured, as soon as it is."""
+
+    def table(self, folder: Path) -> str:
+        """The table of the rows that are there; `table.md` and `plot.png` if they are not."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What `measure` has left in a folder."""
+
+    folder: Path
+    conditions: dict[str, Any]
+    rows: Rows
+
+    @property
+    def names(self) -> list[str]:
+        """Of the entries that have run, in the order in which they are written down, or else ran first."""
+        written = self.folder / "entries.json"
+        order = list(json.loads(written.read_text())) if written.exists() else []
+        ran = dict.fromkeys(row["entry"] for row in self.rows)
+        return [name for name in dict.fromkeys([*order, *ran]) if name in ran]
+
+
+def run(part: Part, folder: Path, repetitions: int, batches: int, **more: Any) -> None:
+    """Measure into `folder`, and print the table: also of what there is where it is stopped or fails."""
+    try:
+        part.measure(folder, repetitions, batches, **more)
+    finally:
+        if (folder / "rows.jsonl").exists():
+            print(f"\n{part.table(folder)}\n{folder}")
+        else:
+            print(f"{folder}: nothing was measured")
+
+
+def begin(folder: Path, part: str, **conditions: Any) -> None:
+    """Note what a table says or computes with beside the rows."""
+    (folder / "conditions.json").write_text(json.dumps({"part": part, **conditions}, indent=1))
+
+
+def read(folder: Path) -> Results:
+    """What was measured into `folder`."""
+    conditions, rows = folder / "conditions.json", folder / "rows.jsonl"
+    for path in (conditions, rows):
+        if not path.is_file():
+            raise UserError(f"{folder} has no {path.name}: it is no folder of these benchmarks, or an older one's")
+    lines = rows.read_text().splitlines()
+    return Results(folder, json.loads(conditions.read_text()), [json.loads(line) for line in lines])
 
 
 def new_folder(what: str, out: Path | None) -> Path:
@@ -178,25 +239,29 @@ def shown(rows: Rows, entry: str) -> str:
     return f"{entry} (beside other work)" if marked else entry
 
 
-def markdown(folder: Path, heading: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Write `table.md`: what it ran on, the heading, and the table. Return its text."""
-    lines = [f"{summary(environment())}. {heading}", "", "| " + " | ".join(head) + " |"]
+def markdown(
+    folder: Path, heading: str, head: Sequence[str], body: Sequence[Sequence[str]], notes: Sequence[str] = ()
+) -> str:
+    """What it ran on, the heading, the table, and notes below it: written to `table.md` if that is not there yet."""
+    where = summary(json.loads((folder / "environment.json").read_text()))
+    lines = [f"{where}. {heading}", "", "| " + " | ".join(head) + " |"]
     lines.append("|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|")
     lines += ["| " + " | ".join(row) + " |" for row in body]
-    text = "\n".join(lines) + "\n"
-    (folder / "table.md").write_text(text)
+    text = "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
+    if not (folder / "table.md").exists():
+        (folder / "table.md").write_text(text)
     return text
 
 
 def plot(folder: Path, values: Mapping[str, Sequence[float]], unit: str) -> None:
-    """Write `plot.png`: a bar for each name, with the median of its values, and the lowest and highest."""
+    """Write `plot.png` if it is not there yet: for each name a bar, its values' median, and the lowest and highest."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     values = {name: found for name, found in values.items() if found}
-    if not values:
+    if not values or (folder / "plot.png").exists():
         return
     figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(values) + 1.2))
     medians = [statistics.median(found) for found in values.values()]

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import markdown, plot, spread
+from benchmarks.harness import begin, markdown, plot, read, spread, times_run
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import hardware, matmul_peak, suite_section
 
-__all__ = ["run"]
+__all__ = ["measure", "table"]
 
 _SECONDS = 0.15  # spent on each kernel in each repetition, at least
 _RIVALS = {"liger-kernel": "liger_kernel", "torch-optimi": "optimi"}  # package -> module
@@ -40,8 +40,8 @@ class Kernel:
     flops: int = 0
 
 
-def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> str:
-    """Measure into `folder`; return the table. `batches` scales the number of tokens on which the kernels work."""
+def measure(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> None:
+    """`batches` scales the number of tokens on which the kernels work."""
     import torch
 
     device = torch.device(hardware())
@@ -59,54 +59,53 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
     kernels += [*_attention(device, width), *_losses(device, tokens)]
     precisions = ("tf32", "bf16") if device.type == "cuda" else ("fp32", "bf16")
     peaks = {precision: matmul_peak(device.type, precision) for precision in precisions}
-    seconds: dict[str, list[float]] = {kernel.name: [] for kernel in kernels}
+    missing = [name for name, module in _RIVALS.items() if importlib.util.find_spec(module) is None]
+    begin(folder, "limits", peaks=peaks, tokens=tokens, width=width, missing=missing if device.type == "cuda" else [])
     for repetition in range(repetitions):
         if deadline is not None and time.monotonic() > deadline and repetition:
             break
         for kernel in kernels[repetition % len(kernels) :] + kernels[: repetition % len(kernels)]:
             taken = _seconds(kernel.call, device)
-            seconds[kernel.name].append(taken)
             row = {"repetition": repetition, "group": kernel.group, "entry": kernel.name, "seconds": taken}
             with (folder / "rows.jsonl").open("a") as file:
                 file.write(json.dumps(row | {"bytes": kernel.bytes, "flops": kernel.flops}) + "\n")
-    moving = [kernel for kernel in kernels if kernel.group == "copy"]
-    bandwidths = {kernel.name: kernel.bytes / statistics.median(seconds[kernel.name]) for kernel in moving}
-    bandwidth, done = max(bandwidths.values()), len(seconds[kernels[0].name])
+
+
+def table(folder: Path) -> str:
+    found = read(folder)
+    peaks, missing = found.conditions["peaks"], found.conditions["missing"]
+    runs = {name: [row for row in found.rows if row["entry"] == name] for name in found.names}
+    bandwidths = {
+        name: rows[0]["bytes"] / statistics.median(row["seconds"] for row in rows)
+        for name, rows in runs.items()
+        if rows[0]["group"] == "copy"
+    }
+    bandwidth = max(bandwidths.values())
+    shares = {name: [_share(row, bandwidth, peaks["bf16"]) for row in rows] for name, rows in runs.items()}
     body = [
         (
-            kernel.name,
-            spread([s * 1e3 for s in seconds[kernel.name]], ".3f"),
-            _share(kernel, seconds[kernel.name], bandwidth, peaks["bf16"]),
+            name,
+            spread([row["seconds"] * 1e3 for row in rows], ".3f"),
+            f"{statistics.median(shares[name]):.0%} of {'matmul' if rows[0]['flops'] else 'bandwidth'}",
         )
-        for kernel in kernels
+        for name, rows in runs.items()
     ]
     shown = ", ".join(f"{name} {peak / 1e12:.3g} TFLOP/s" for name, peak in peaks.items())
     moved = ", ".join(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in bandwidths.items())
     heading = (
-        f"Measured here: matmul peak {shown}; {moved} (read and written). {done} repetitions, interleaved; {tokens:,} "
-        f"tokens of width {width}; milliseconds, median [lowest, highest]; share of the higher bandwidth for the bytes "
-        "that must be moved, or of the bf16 matmul peak."
+        f"Measured here: matmul peak {shown}; {moved} (read and written). {times_run(found.rows)}, interleaved; "
+        f"{found.conditions['tokens']:,} tokens of width {found.conditions['width']}; milliseconds, median [lowest, "
+        "highest]; share of the higher bandwidth for the bytes that must be moved, or of the bf16 matmul peak."
     )
-    plot(
-        folder,
-        {k.name: [100 * s for s in _shares(k, seconds[k.name], bandwidth, peaks["bf16"])] for k in kernels},
-        "% of bandwidth, or of the bf16 matmul peak",
-    )
-    text = markdown(folder, heading, ("", "ms", "share of the limit"), body)
-    missing = [name for name, module in _RIVALS.items() if importlib.util.find_spec(module) is None]
-    if device.type == "cuda" and missing:
-        text += f"\nnot installed: {', '.join(missing)}\n"
-        (folder / "table.md").write_text(text)
-    return text
+    percent = {name: [100 * share for share in each] for name, each in shares.items()}
+    plot(folder, percent, "% of bandwidth, or of the bf16 matmul peak")
+    notes = [f"not installed: {', '.join(missing)}"] if missing else []
+    return markdown(folder, heading, ("", "ms", "share of the limit"), body, notes)
 
 
-def _share(kernel: Kernel, seconds: list[float], bandwidth: float, peak: float) -> str:
-    share = statistics.median(_shares(kernel, seconds, bandwidth, peak))
-    return f"{share:.0%} of {'matmul' if kernel.flops else 'bandwidth'}"
-
-
-def _shares(kernel: Kernel, seconds: list[float], bandwidth: float, peak: float) -> list[float]:
-    return [kernel.flops / s / peak if kernel.flops else kernel.bytes / s / bandwidth for s in seconds]
+def _share(row: dict[str, Any], bandwidth: float, peak: float) -> float:
+    """What a kernel reached of the limit that it must meet."""
+    return (row["flops"] / peak if row["flops"] else row["bytes"] / bandwidth) / row["seconds"]
 
 
 def _seconds(call: Callable[[], Any], device: Any) -> float:

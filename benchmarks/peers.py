@@ -11,10 +11,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Entry, Rows, interleaved, markdown, plot, ratios, shown, spread, times_run
+from benchmarks.harness import Entry, Rows, begin, interleaved, markdown, plot, ratios, read, shown, spread, times_run
 from composer_speedups.hardware import hardware, matmul_peak, suite_section
 
-__all__ = ["ENTRIES", "run"]
+__all__ = ["ENTRIES", "measure", "table"]
 
 # On a GPU nothing is downloaded; batch, learning rate and workers are the same for all. Lengths are drawn around 230
 # with a spread of 90 and cut at 256: about as film reviews have them, of which the longer part is cut at 256.
@@ -105,8 +105,9 @@ ENTRIES = {
 }
 
 
-def run(folder: Path, repetitions: int, batches: int, deadline: float | None = None, only: tuple[str, ...] = ()) -> str:
-    """Measure into `folder`; return the table."""
+def measure(
+    folder: Path, repetitions: int, batches: int, deadline: float | None = None, only: tuple[str, ...] = ()
+) -> None:
     section = suite_section()
     entries = ENTRIES[section]
     parts = [part for part in only if part not in entries]  # a whole name is that entry's alone
@@ -114,11 +115,14 @@ def run(folder: Path, repetitions: int, batches: int, deadline: float | None = N
     if not chosen:
         raise SystemExit(f"error: --only {' '.join(only)}: no such entry. There are: {', '.join(entries)}")
     precision = "fp32" if section == "cpu_without_bf16" else "bf16"
-    peak = matmul_peak(hardware(), precision)
-    rows = interleaved(chosen, folder, repetitions=repetitions, batches=batches, deadline=deadline)
-    if not rows:
-        return "peers: no time was left for any run\n"
-    names = [name for name in chosen if any(row["entry"] == name for row in rows)]
+    begin(folder, "peers", batches=batches, precision=precision, peak=matmul_peak(hardware(), precision))
+    interleaved(chosen, folder, repetitions=repetitions, batches=batches, deadline=deadline)
+
+
+def table(folder: Path) -> str:
+    found = read(folder)
+    rows, names = found.rows, found.names
+    batches, precision, peak = (found.conditions[key] for key in ("batches", "precision", "peak"))
     heading = (
         f"{times_run(rows)}, interleaved, each run in a fresh process; {batches} batches count, after half "
         "as many; median over the runs [lowest, highest]; ratios of real tokens per second within each repetition, "

@@ -4,6 +4,7 @@
     python -m benchmarks.run growth compiling     # these parts
     python -m benchmarks.run peers --repetitions 5 --batches 8 --out my_results
 
+Where it was stopped, the table is of what had been measured; `python -m benchmarks.table FOLDER` prints it again.
 Everything is interleaved, each training run in a fresh process; medians with their spread. On a machine that does other
 work besides, the numbers are that work's, too.
 """
@@ -12,20 +13,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import compiling, growth, limits, peers, verdicts
-from benchmarks.harness import new_folder
+from benchmarks.harness import Part, new_folder, run
 from composer_speedups.errors import UserError
 
-# name -> what runs it, repetitions, batches that count
-PARTS: dict[str, tuple[Callable[..., str], int, int]] = {
-    "peers": (peers.run, 5, 8),
-    "limits": (limits.run, 5, 6),
-    "growth": (growth.run, 5, 4),
-    "compiling": (compiling.run, 5, 2),
-    "verdicts": (verdicts.run, 20, 48),  # A/A studies, steps of a run
+# name -> its module, repetitions, batches that count
+PARTS: dict[str, tuple[Part, int, int]] = {
+    "peers": (peers, 5, 8),
+    "limits": (limits, 5, 6),
+    "growth": (growth, 5, 4),
+    "compiling": (compiling, 5, 2),
+    "verdicts": (verdicts, 20, 48),  # A/A studies, steps of a run
 }
 
 
@@ -45,12 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--out is for one part")
     if min(options.repetitions or 1, options.batches or 1) < 1:
         parser.error("--repetitions and --batches must be positive")
-    for part in parts:
-        function, repetitions, batches = PARTS[part]
-        folder = new_folder(part, options.out)
-        more = {"only": tuple(options.only)} if part == "peers" else {}
-        table = function(folder, options.repetitions or repetitions, options.batches or batches, **more)
-        print(f"\n{table}\n{folder}")
+    for name in parts:
+        part, repetitions, batches = PARTS[name]
+        more = {"only": tuple(options.only)} if name == "peers" else {}
+        run(part, new_folder(name, options.out), options.repetitions or repetitions, options.batches or batches, **more)
     return 0
 
 
@@ -60,4 +58,4 @@ if __name__ == "__main__":
     except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; the rows measured so far are in rows.jsonl")
+        sys.exit("stopped; what was measured so far is kept")

@@ -20,17 +20,21 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness import markdown
+from benchmarks.harness import begin, markdown, read
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.study import Entries, Settings, Study, run_study
 from composer_speedups.hardware import suite_section
 from composer_speedups.recipes import Recipe, load_recipe
 
-__all__ = ["run", "train"]
+__all__ = ["measure", "table", "train"]
 
 _SEEDS = (17, 18, 19)
 _PLANTED_SEEDS = (17, 18, 19, 20, 21)
+_AA = "aa_"  # begins the names of studies of a recipe with itself
 _SLEEPS = {"slept_a_tenth": 0.1, "slept_half": 0.5}  # name of the recipe: share of a step
+# name of a study with a planted fault -> in the table
+_WORDS = {name: f"sleeps for {share:.0%} of a step" for name, share in _SLEEPS.items()}
+_WORDS["wild"] = "a hundred times the learning rate"
 _QUALITY_LOST = ("unstable", "quality not shown to hold")
 # Small enough for two seconds a run; large enough to learn something in it.
 _SMALL = (
@@ -60,29 +64,30 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> Any:
     return jobs.train(payload, report)
 
 
-def run(folder: Path, repetitions: int, batches: int) -> str:
-    """Make `repetitions` A/A studies and the planted ones; return the table. `batches` is the steps of a run."""
+def measure(folder: Path, repetitions: int, batches: int) -> None:
+    """Make `repetitions` A/A studies and the planted ones. `batches` is the steps of a run."""
+    begin(folder, "verdicts", steps=batches)
     recipe = "demo/fp32" if suite_section() == "cpu_without_bf16" else "demo/bf16"
     base = load_recipe(recipe, (*_SMALL, f"duration={batches}ba"), check_arguments=False)
-    lines: list[tuple[str, ...]] = []
-    claims = 0
     for number in range(repetitions):
-        row = _study(folder, f"aa_{number:02d}", base, _named(base, "the_same"))
-        claims += _claims_a_difference(row)
-        lines.append(_line(f"A/A {number + 1}", row))
-        print(*lines[-1], sep=" | ", flush=True)
-    studies, slept = len(lines), {}
-    for name, share in _SLEEPS.items():
-        slept[name] = _study(folder, name, base, _named(base, name), _PLANTED_SEEDS)
-        lines.append(_line(f"sleeps for {share:.0%} of a step", slept[name]))
+        _study(folder, f"{_AA}{number:02d}", base, _named(base, "the_same"))
+    for name in _SLEEPS:
+        _study(folder, name, base, _named(base, name), _PLANTED_SEEDS)
     wild = _named(base, "wild").model_copy(update={"learning_rate": 100 * base.learning_rate})
-    planted = slept | {"wild": _study(folder, "wild", base, wild, _PLANTED_SEEDS)}
-    lines.append(_line("a hundred times the learning rate", planted["wild"]))
+    _study(folder, "wild", base, wild, _PLANTED_SEEDS)
+
+
+def table(folder: Path) -> str:
+    found = read(folder)
+    alike = [row for row in found.rows if row["study"].startswith(_AA)]
+    planted = {row["study"]: row for row in found.rows if row not in alike}
+    claims, steps = sum(_claims_a_difference(row) for row in alike), found.conditions["steps"]
+    faults = f"{_planted(planted)} {len(_PLANTED_SEEDS)} seeds each." if planted else "No fault was planted."
     heading = (
-        f"{studies} A/A studies of {len(_SEEDS)} seeds claimed a difference {claims} times (in speed: equal seeds make "
-        f"equal losses). {_planted(planted)} {len(_PLANTED_SEEDS)} seeds each. Runs of {batches} steps of a small BERT."
+        f"{len(alike)} A/A studies of {len(_SEEDS)} seeds claimed a difference {claims} times (in speed: equal seeds "
+        f"make equal losses). {faults} Runs of {steps} steps of a small BERT."
     )
-    return markdown(folder, heading, ("study", "speed-up", "interval", "speed", "quality"), lines)
+    return markdown(folder, heading, ("study", "speed-up", "interval", "speed", "quality"), map(_line, found.rows))
 
 
 def _claims_a_difference(row: dict[str, Any]) -> bool:
@@ -107,18 +112,20 @@ def _named(recipe: Recipe, name: str) -> Recipe:
     return recipe.model_copy(update={"name": name})
 
 
-def _study(folder: Path, name: str, base: Recipe, other: Recipe, seeds: tuple[int, ...] = _SEEDS) -> dict[str, Any]:
-    """The row of `other` in a study against `base`."""
+def _study(folder: Path, name: str, base: Recipe, other: Recipe, seeds: tuple[int, ...] = _SEEDS) -> None:
+    """Write the row of `other` in a study against `base`."""
     console = Console(file=io.StringIO())
     study = Study([_named(base, "base"), other], seeds, folder / "studies" / name, name)
     result = run_study(study, Settings(inspect=False, entries=_ENTRIES), console=console)
-    row = next(row for row in result.findings.rows if row["recipe"] == other.name)
+    row = {"study": name} | next(row for row in result.findings.rows if row["recipe"] == other.name)
     with (folder / "rows.jsonl").open("a") as file:
-        file.write(json.dumps({"study": name} | row, default=str) + "\n")
-    return row
+        file.write(json.dumps(row, default=str) + "\n")
+    print(*_line(row), sep=" | ", flush=True)
 
 
-def _line(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    study = row["study"]
+    name = f"A/A {int(study.removeprefix(_AA)) + 1}" if study.startswith(_AA) else _WORDS[study]
     interval = row.get("speedup_interval") or ()
     shown = f"{row['speedup']:.3f}x" if row.get("speedup") else row["status"]
     between = f"[{', '.join(f'{end:.3f}' for end in interval)}]" if interval else ""

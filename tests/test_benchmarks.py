@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import compiling, contenders, gpu, growth, harness, limits, peers  # noqa: E402
+from benchmarks import compiling, contenders, gpu, growth, harness, limits, peers, run, table  # noqa: E402
 from composer_speedups import registry  # noqa: E402
+from composer_speedups.errors import UserError  # noqa: E402
 from composer_speedups.hardware import suite_section  # noqa: E402
 from composer_speedups.recipes import load_recipe  # noqa: E402
 from composer_speedups.tasks import build_model, build_task  # noqa: E402
@@ -224,6 +227,75 @@ def test_nothing_runs_after_the_deadline(tmp_path: Path) -> None:
     assert harness.interleaved(entries, tmp_path, repetitions=1, batches=1, deadline=0.0) == []
 
 
+# --- Tables ---
+
+# Folders from before the conditions were noted, and what those were.
+MEASURED: dict[str, dict[str, Any]] = {
+    "2026-11-21_cpu_growth_2": {
+        "part": "growth",
+        "batches": 3,
+        "recipes": ["cpu/bf16", "cpu/fastest"],
+        "axes": growth.AXES,
+        "middle": growth.MIDDLE,
+    },
+    "2026-11-21_cpu_limits": {
+        "part": "limits",
+        "peaks": {"fp32": 0.207e12, "bf16": 0.441e12},
+        "tokens": 6144,
+        "width": 256,
+        "missing": [],
+    },
+    "2026-11-22_cpu_compiling_3": {"part": "compiling", "recipe": "cpu/bf16", "layers": 12, "batch": 8},
+    "2026-11-22_cpu_peers_4": {"part": "peers", "batches": 8, "precision": "bf16", "peak": 0.915e12},
+    "2026-11-22_cpu_verdicts_planted": {"part": "verdicts", "steps": 48},
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_table_is_what_its_rows_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    committed = ROOT / "benchmarks" / "results" / name
+    for file in ("environment.json", "entries.json", "rows.jsonl"):
+        if (committed / file).exists():
+            shutil.copy(committed / file, tmp_path)
+    harness.begin(tmp_path, **MEASURED[name])
+    assert table.main([str(tmp_path)]) == 0
+    assert (tmp_path / "plot.png").exists() == (committed / "plot.png").exists()
+    made, there = (
+        re.sub(r"[\d.]+ % \[[^]]*\]", "MFU", (folder / "table.md").read_text())  # of a peak that was noted rounded
+        for folder in (tmp_path, committed)
+    )
+    assert made == there
+    assert (tmp_path / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_what_was_measured_before_it_was_stopped_has_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ROOT / "benchmarks" / "results" / "2026-11-22_cpu_compiling_3"
+
+    def measure(folder: Path, repetitions: int, batches: int) -> None:
+        harness.begin(folder, **MEASURED[source.name])
+        lines = (source / "rows.jsonl").read_text().splitlines(keepends=True)
+        (folder / "rows.jsonl").write_text("".join(lines[: repetitions * 7 + 2]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "measure", measure)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["compiling", "--repetitions", "2", "--out", str(out)])
+    text = (out / "table.md").read_text()
+    assert text in capsys.readouterr().out
+    assert "2 to 3 repetitions, each run in" in text and text.count("\n|") == 9
+    (out / "table.md").write_text("never edited\n")
+    table.main([str(out)])
+    assert (out / "table.md").read_text() == "never edited\n"
+
+
+def test_folders_that_hold_no_benchmark_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{tmp_path} has no conditions.json"):
+        table.main([str(tmp_path)])
+
+
 # --- Limits ------------------------------------------------------------------------------------------------------
 
 
@@ -244,15 +316,15 @@ def test_every_optimizer_is_converted_without_a_model(key: str) -> None:
 def test_what_fails_in_the_kernels_costs_the_training_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(*_: Any) -> str:
+    def fails(*_: Any, **__: Any) -> None:
         raise ValueError("a kernel is wrong")
 
     monkeypatch.setattr(gpu, "_test", lambda *_: True)
-    monkeypatch.setattr(gpu.limits, "run", fails)
-    monkeypatch.setattr(gpu.peers, "run", lambda *_: "the table of the peers")
+    monkeypatch.setattr(gpu.limits, "measure", fails)
+    monkeypatch.setattr(gpu.peers, "measure", lambda *_, **__: print("the peers are measured"))
     assert gpu.main(["--out", str(tmp_path / "out")]) == 1
     text = capsys.readouterr()
-    assert "the table of the peers" in text.out and "limits FAILED" in text.out
+    assert "the peers are measured" in text.out and "limits FAILED" in text.out
     assert "ValueError: a kernel is wrong" in text.err
 
 
@@ -265,8 +337,8 @@ def test_what_decides_on_a_gpu_comes_first() -> None:
 def test_a_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(gpu, "_test", lambda *_: False)
-    monkeypatch.setattr(gpu.limits, "run", lambda *_: 1 / 0)
-    monkeypatch.setattr(gpu.peers, "run", lambda *arguments: str(asked.append(arguments[-1])))
+    monkeypatch.setattr(gpu.limits, "measure", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(gpu.peers, "measure", lambda *_, deadline, only: asked.append(only))
     assert gpu.main(["--parts", "training", "--first", "3", "--out", str(tmp_path)]) == 0
     assert asked == [tuple(peers.ENTRIES[suite_section()])[:3]]
     assert "no test was asked for" in capsys.readouterr().out
