@@ -51,6 +51,8 @@ def test_the_best_together_are_recommended(tmp_path: Path):
     assert why["foreach_adamw"].startswith("excluded by fused_adamw: 1.10x against 1.20x")
     loaded = load_recipe(tmp_path / "out" / "recommended.yaml", check_arguments=False)
     assert loaded.speedups == speedups and loaded.duration == "1ep" and loaded.evaluate is True
+    assert "matmul_precision" in speedups  # the plain recipe's own
+    assert loaded.description == f"recommended: {', '.join(key for key in speedups if key not in PLAIN)}"
     for name in ("runs.sqlite", "report.html", "results.json", "screening/runs.sqlite"):
         assert (tmp_path / "out" / name).is_file()
     assert "Screening" in text and "Study" in text
