@@ -87,9 +87,14 @@ def _limits(out: Path, deadline: float) -> bool:
     return True
 
 
+def marked() -> list[str]:
+    """The test files with tests for a GPU."""
+    paths = sorted((_ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(_ROOT)) for path in paths if _MARKED.search(path.read_text())]
+
+
 def _test(log: Path, workers: int, limit: float) -> bool:
     """Run the tests that need a GPU; whether all that ran passed."""
-    files = [str(path) for path in sorted((_ROOT / "tests").rglob("test_*.py")) if _MARKED.search(path.read_text())]
     command = [
         sys.executable,
         "-m",
@@ -108,7 +113,7 @@ def _test(log: Path, workers: int, limit: float) -> bool:
         "-W",
         "default",
         "--continue-on-collection-errors",
-        *files,
+        *marked(),
     ]
     with log.open("w") as file:
         # Each worker's Inductor would start as many compilers as there are cores.
