@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.launch import DTYPES, interpreted, most_programs, on_device, rows_of
+from composer_speedups.kernels.launch import DTYPES, interpreted, on_device, processors, rows_of
 from composer_speedups.kernels.tensors import shape_only
 
 __all__ = ["bias_gelu", "reference_bias_gelu", "why_not"]
@@ -32,8 +32,9 @@ _WARPS = 4
 @triton.jit
 def _normal(h):
     """Of the standard normal distribution: P(X <= h), and exp(-h^2 / 2)."""
-    density = tl.exp(-0.5 * h * h)
-    t = 1.0 / (1.0 + 0.231641888 * tl.abs(h))  # 0.3275911 / sqrt(2)
+    density = tl.exp2(-0.7213475204 * (h * h))  # log2(e) / 2; exp itself is exp2 with one product more
+    d = 1.0 + 0.231641888 * tl.abs(h)  # 0.3275911 / sqrt(2)
+    t = tl.rsqrt(d * d)  # 1 / d: two instructions, where a division takes nine
     tail = ((((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796) * t * density
     return tl.where(h < 0.0, tail, 1.0 - tail), density
 
@@ -149,8 +150,8 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[to
     rows, width = matrix.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     columns = triton.cdiv(width, _COLS)
-    # Tiles over columns fill the device as well: 4 programs a processor in all, but 8 rows of programs at least.
-    programs = min(triton.cdiv(rows, _ROWS_BACKWARD), max(8, 4 * most_programs(x.device) // columns))
+    # Tiles over columns fill the device as well: 16 programs a processor in all, but 8 rows of programs at least.
+    programs = min(triton.cdiv(rows, _ROWS_BACKWARD), max(8, 16 * processors(x.device) // columns))
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
     if rows:
         with on_device(x.device):

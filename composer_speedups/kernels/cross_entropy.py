@@ -36,6 +36,7 @@ def _forward_kernel(
     vocabulary,
     ignored,
     COLS: tl.constexpr,
+    HELD: tl.constexpr,  # neighbours that a thread loads at once
 ):
     row = tl.program_id(0).to(tl.int64)  # 64 bits: rows * vocabulary may pass 2^31
     label = tl.load(label_ptr + row)
@@ -43,16 +44,20 @@ def _forward_kernel(
     lse = 0.0
     if label != ignored:
         line = x_ptr + row * x_stride
-        largest = float("-inf")
-        total = 0.0
+        # Each thread by itself, until the end: no exchange in the loop.
+        largest = tl.full([COLS // HELD], float("-inf"), tl.float32)
+        total = tl.zeros([COLS // HELD], tl.float32)
         for start in range(0, vocabulary, COLS):
-            col = start + tl.arange(0, COLS)
+            col = start + (tl.arange(0, COLS // HELD) * HELD)[:, None] + tl.arange(0, HELD)[None, :]
             x = tl.load(line + col, mask=col < vocabulary, other=float("-inf")).to(tl.float32)
-            new = tl.maximum(largest, tl.max(x, 0))
+            new = tl.maximum(largest, tl.max(x, 1))
             base = tl.where(new == float("-inf"), 0.0, new)  # -inf - -inf would be NaN
-            total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
+            sums = tl.sum(tl.exp2((x - base[:, None]) * 1.4426950409), 1)
+            total = total * tl.exp2((largest - base) * 1.4426950409) + sums
             largest = new
-        lse = largest + tl.log(total)
+        most = tl.max(largest, 0)
+        base = tl.where(most == float("-inf"), 0.0, most)
+        lse = most + tl.log(tl.sum(total * tl.exp2((largest - base) * 1.4426950409), 0))
         valid = (label >= 0) & (label < vocabulary)
         target = tl.load(line + label, mask=valid, other=float("nan")).to(tl.float32)
         loss = lse - target
@@ -79,11 +84,12 @@ def _backward_kernel(
     out = dx_ptr + row * dx_stride
     if label != ignored:
         lse = tl.load(lse_ptr + row)
+        target = label.to(tl.int32)  # a comparison of 64 bits takes two instructions an element
         scale = tl.load(scale_ptr)
         for start in range(0, vocabulary, COLS):
             col = start + tl.arange(0, COLS)
             x = tl.load(line + col, mask=col < vocabulary, other=0.0).to(tl.float32)
-            dx = (tl.exp(x - lse) - tl.where(col == label, 1.0, 0.0)) * scale
+            dx = (tl.exp(x - lse) - tl.where(col == target, 1.0, 0.0)) * scale
             tl.store(out + col, dx.to(dx_ptr.dtype.element_ty), mask=col < vocabulary)
     else:
         for start in range(0, vocabulary, COLS):
@@ -152,6 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
                     vocabulary,
                     ignored,
                     COLS=_cols(vocabulary),
+                    HELD=16 // x.element_size(),
                     num_warps=_WARPS,
                 )
         counted = (labels != ignored).sum()

@@ -1,8 +1,7 @@
 """The CUDA side of `dropout_add_norm.py`: two Triton kernels, forward and backward.
 
 As in `layer_norm.py`, whose pieces they are made of, a program holds whole rows, widened to float32. The dropout mask
-is bit for bit that of `fast_dropout.keep_by_torch`: each element hashes its word and takes its half, so that no element
-waits for another, at the price of hashing each word twice in registers.
+is bit for bit that of `fast_dropout.keep_by_torch`: a word of random bits is hashed once for two neighbours.
 """
 
 from __future__ import annotations
@@ -12,111 +11,132 @@ import triton
 import triton.language as tl
 
 from composer_speedups.kernels.launch import interpreted, most_programs, on_device, rows_of, tile_of
-from composer_speedups.kernels.layer_norm import normalise, through_norm
+from composer_speedups.kernels.layer_norm import columns, load_for_each_row, normalise, through_norm
 
 __all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "interpreted"]
 
 
 @triton.jit
-def _keep(seeds_ptr, row, col, width, DROPPED: tl.constexpr):
+def _keep(
+    seeds_ptr,
+    row,
+    WIDTH: tl.constexpr,
+    DROPPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Whether each element stays; see `fast_dropout.keep_by_torch`. seeds: [2] int64, of 32 bits each."""
     first = tl.load(seeds_ptr).to(tl.uint32)
     second = tl.load(seeds_ptr + 1).to(tl.uint32)
-    element = row[:, None] * width + col[None, :]
-    h = (element >> 1).to(tl.uint32) * 0x9E3779B9 + first
+    if WIDTH % 2 == 0:  # a word's two halves are neighbours in a row
+        word = row.to(tl.uint32) * (WIDTH // 2) + columns(CHUNKS, BLOCK // 2).to(tl.uint32)
+    else:
+        element = row * WIDTH + columns(CHUNKS, BLOCK)
+        word = (element >> 1).to(tl.uint32)
+    h = word * 0x9E3779B9 + first
     h = (h ^ (h >> 16) ^ second) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
-    h = h ^ (h >> 16)
-    lane = tl.where((element & 1) == 0, h & 0xFFFF, h >> 16).to(tl.int32)
-    lane = lane ^ 0x8000  # of signed 16 bits: below 0 comes first
-    return lane >= DROPPED
+    h = h ^ (h >> 16) ^ 0x80008000  # halves are of signed 16 bits: below 0 comes first
+    if WIDTH % 2 == 0:
+        both = tl.join((h & 0xFFFF) >= DROPPED, (h >> 16) >= DROPPED)
+        return tl.reshape(both, (ROWS, CHUNKS, BLOCK))
+    else:
+        return tl.where((element & 1) == 0, h & 0xFFFF, h >> 16) >= DROPPED
 
 
 @triton.jit
 def forward_kernel(
-    x_ptr,  # [rows, width], rows x_stride apart
-    residual_ptr,  # [rows, width], rows residual_stride apart
-    w_ptr,  # [width]
-    b_ptr,  # [width]
+    x_ptr,  # [rows, WIDTH], rows x_stride apart
+    residual_ptr,  # [rows, WIDTH], rows residual_stride apart
+    w_ptr,  # [WIDTH]
+    b_ptr,  # [WIDTH]
     seeds_ptr,  # [2] int64, read if DROPPED
-    y_ptr,  # [rows, width], contiguous
+    y_ptr,  # [rows, WIDTH], contiguous
     mean_ptr,  # [rows] float32
     rstd_ptr,  # [rows] float32
     x_stride,
     residual_stride,
     rows,
-    width,
+    WIDTH: tl.constexpr,
     DROPPED: tl.constexpr,  # of 65536
     EPS: tl.constexpr,  # constants, as is the scale below: numbers of Python's are float64 where Inductor launches
     ROWS: tl.constexpr,  # rows a program takes
-    COLS: tl.constexpr,  # power of two, >= width
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # CHUNKS * BLOCK: power of two, >= WIDTH
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # 64 bits: rows * width may pass 2^31
-    col = tl.arange(0, COLS)
-    mask = (row < rows)[:, None] & (col < width)[None, :]
-    z = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    # 64 bits: rows * WIDTH may pass 2^31.
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    col = columns(CHUNKS, BLOCK)
+    inside = col < WIDTH
+    mask = (row < rows) & inside
+    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
+    z = x + residual
     if DROPPED:
         scale: tl.constexpr = 65536.0 / (65536 - DROPPED)
-        z = tl.where(_keep(seeds_ptr, row, col, width, DROPPED), z * scale, 0.0)
-    z += tl.load(residual_ptr + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean, centred, rstd = normalise(z, mask, width, EPS)
-    w = tl.load(w_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
-    b = tl.load(b_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
-    y = centred * rstd[:, None] * w + b
-    tl.store(y_ptr + row[:, None] * width + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        z = tl.where(_keep(seeds_ptr, row, WIDTH, DROPPED, ROWS, CHUNKS, BLOCK), x, 0.0) * scale + residual
+    mean, centred, rstd = normalise(z, inside, WIDTH, EPS)
+    w = load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
+    b = load_for_each_row(b_ptr, inside, ROWS, CHUNKS, BLOCK)
+    y = centred * rstd * w + b
+    tl.store(y_ptr + row * WIDTH + col, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit
 def backward_kernel(
-    dy_ptr,  # [rows, width], rows dy_stride apart
-    x_ptr,  # [rows, width], rows x_stride apart
-    residual_ptr,  # [rows, width], rows residual_stride apart
-    w_ptr,  # [width]
+    dy_ptr,  # [rows, WIDTH], rows dy_stride apart
+    x_ptr,  # [rows, WIDTH], rows x_stride apart
+    residual_ptr,  # [rows, WIDTH], rows residual_stride apart
+    w_ptr,  # [WIDTH]
     mean_ptr,  # [rows] float32
     rstd_ptr,  # [rows] float32
     seeds_ptr,  # [2] int64, read if DROPPED
-    dx_ptr,  # [rows, width], contiguous, written if DROPPED; else it is dresidual
-    dresidual_ptr,  # [rows, width], contiguous
-    partial_ptr,  # [2, programs, width] float32: what each program adds to the gradients of weight and bias
+    dx_ptr,  # [rows, WIDTH], contiguous, written if DROPPED; else it is dresidual
+    dresidual_ptr,  # [rows, WIDTH], contiguous
+    partial_ptr,  # [2, programs, WIDTH] float32: what each program adds to the gradients of weight and bias
     dy_stride,
     x_stride,
     residual_stride,
     rows,
-    width,
+    WIDTH: tl.constexpr,
     DROPPED: tl.constexpr,
     ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     scale: tl.constexpr = 65536.0 / (65536 - DROPPED)
     program = tl.program_id(0)
-    col = tl.arange(0, COLS)
-    dw = tl.zeros([ROWS, COLS], tl.float32)
-    db = tl.zeros([ROWS, COLS], tl.float32)
-    w = tl.load(w_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+    col = columns(CHUNKS, BLOCK)
+    inside = col < WIDTH
+    dw = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
+    db = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
+    w = load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
     for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS).to(tl.int64)
-        mask = (row < rows)[:, None] & (col < width)[None, :]
-        z = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
+        mask = (row < rows) & inside
+        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
+        z = x + residual
         if DROPPED:
-            keep = _keep(seeds_ptr, row, col, width, DROPPED)
-            z = tl.where(keep, z * scale, 0.0)
-        z += tl.load(residual_ptr + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
-        z_hat = tl.where(mask, (z - mean) * rstd, 0.0)
-        dz = through_norm(dy * w, z_hat, rstd, width)
-        place = row[:, None] * width + col[None, :]
+            keep = _keep(seeds_ptr, row, WIDTH, DROPPED, ROWS, CHUNKS, BLOCK)
+            z = tl.where(keep, x, 0.0) * scale + residual
+        dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        z_hat = tl.where(inside, (z - mean) * rstd, 0.0)
+        dz = through_norm(dy * w, z_hat, rstd, WIDTH)
+        place = row * WIDTH + col
         tl.store(dresidual_ptr + place, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
         if DROPPED:
             tl.store(dx_ptr + place, tl.where(keep, dz * scale, 0.0).to(dx_ptr.dtype.element_ty), mask=mask)
         dw += dy * z_hat
         db += dy
-    place = partial_ptr + program * width + col
-    tl.store(place, tl.sum(dw, 0), mask=col < width)
-    tl.store(place + tl.num_programs(0) * width, tl.sum(db, 0), mask=col < width)
+    place = partial_ptr + program * WIDTH + col
+    tl.store(place, tl.sum(dw, 0)[None, :, :], mask=inside)
+    tl.store(place + tl.num_programs(0) * WIDTH, tl.sum(db, 0)[None, :, :], mask=inside)
 
 
 def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, kernel=forward_kernel):
@@ -130,7 +150,7 @@ def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, kernel=f
     mean = torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     if rows:
-        tile = tile_of(width, per_thread=16)
+        tile = tile_of(width, x.element_size())
         with on_device(x.device):
             kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 matrix,
@@ -144,7 +164,7 @@ def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, kernel=f
                 matrix.stride(0),
                 other.stride(0),
                 rows,
-                width,
+                WIDTH=width,
                 DROPPED=dropped,
                 EPS=eps,
                 **tile,
@@ -158,10 +178,10 @@ def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, kernel=ba
     rows, width = matrix.shape[0], int(matrix.shape[1])
     dx = torch.empty(x.shape if dropped else (0,), dtype=x.dtype, device=x.device)
     dresidual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tile = tile_of(width, per_thread=8)
+    tile = tile_of(width, x.element_size())
     # Two at least, as a compiler asks whether it is one, and compiles again where that changes. With no rows at all
     # they have zeros to store.
-    programs = torch.sym_max(2, torch.sym_min(triton.cdiv(rows, tile["ROWS"]), most_programs(x.device)))
+    programs = torch.sym_max(2, torch.sym_min(triton.cdiv(rows, tile["ROWS"]), most_programs(tile, x.device)))
     partial = torch.empty((2, programs, width), dtype=torch.float32, device=x.device)
     with on_device(x.device):
         kernel[(programs,)](
@@ -179,7 +199,7 @@ def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, kernel=ba
             matrix.stride(0),
             other.stride(0),
             rows,
-            width,
+            WIDTH=width,
             DROPPED=dropped,
             **tile,
         )

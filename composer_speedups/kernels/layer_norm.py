@@ -21,105 +21,137 @@ from torch.autograd.function import once_differentiable
 from composer_speedups.kernels.launch import DTYPES, interpreted, most_programs, on_device, rows_of, tile_of
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 
-__all__ = ["layer_norm", "normalise", "reference_layer_norm", "through_norm"]
+__all__ = [
+    "columns",
+    "layer_norm",
+    "load_for_each_row",
+    "normalise",
+    "reference_layer_norm",
+    "row_sum",
+    "through_norm",
+]
 
 
 @triton.jit
-def normalise(x, mask, width, eps):
-    """Of rows `x` in float32, 0 outside of `mask`: mean, x - mean (0 outside of `mask`), 1 / deviation."""
-    mean = tl.sum(x, 1) / width
-    centred = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
+def columns(CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """[1, CHUNKS, BLOCK]: the columns of a row in chunks; see `launch.tile_of`."""
+    return (tl.arange(0, CHUNKS) * BLOCK)[None, :, None] + tl.arange(0, BLOCK)[None, None, :]
+
+
+@triton.jit
+def row_sum(x):
+    """[ROWS, 1, 1] of [ROWS, CHUNKS, BLOCK]: over the chunks, each thread by itself, then over their columns."""
+    return tl.sum(tl.sum(x, 1), 1)[:, None, None]
+
+
+@triton.jit
+def load_for_each_row(ptr, inside, ROWS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, CHUNKS, BLOCK] in float32 of the vector at `ptr`, each thread what it needs: no exchange of registers."""
+    place = tl.broadcast_to(columns(CHUNKS, BLOCK), (ROWS, CHUNKS, BLOCK))
+    return tl.load(ptr + place, mask=tl.broadcast_to(inside, (ROWS, CHUNKS, BLOCK)), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normalise(x, inside, width, eps):
+    """Of rows `x` in float32, 0 where not `inside`: mean, x - mean (0 where not `inside`), 1 / deviation."""
+    mean = row_sum(x) / width
+    centred = tl.where(inside, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(row_sum(centred * centred) / width + eps)
     return mean, centred, rstd
 
 
 @triton.jit
 def through_norm(g, x_hat, rstd, width):
     """From `g`, the gradient of `x_hat`, that of x. How the row's own variance and mean answer to x: two sums."""
-    by_variance = (tl.sum(g * x_hat, 1) / width)[:, None]
-    by_mean = (tl.sum(g, 1) / width)[:, None]
+    by_variance = row_sum(g * x_hat) / width
+    by_mean = row_sum(g) / width
     return (g - x_hat * by_variance - by_mean) * rstd
 
 
 @triton.jit
 def _forward_kernel(
-    x_ptr,  # [rows, width], rows x_stride apart
-    w_ptr,  # [width], read if HAS_W
-    b_ptr,  # [width], read if HAS_B
-    y_ptr,  # [rows, width], contiguous
+    x_ptr,  # [rows, WIDTH], rows x_stride apart
+    w_ptr,  # [WIDTH], read if HAS_W
+    b_ptr,  # [WIDTH], read if HAS_B
+    y_ptr,  # [rows, WIDTH], contiguous
     mean_ptr,  # [rows] float32
     rstd_ptr,  # [rows] float32
     x_stride,
     rows,
-    width,
     eps,
+    WIDTH: tl.constexpr,  # known to the compiler, which then leaves out what lies beyond it
     HAS_W: tl.constexpr,
     HAS_B: tl.constexpr,
     ROWS: tl.constexpr,  # rows a program takes
-    COLS: tl.constexpr,  # power of two, >= width
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # CHUNKS * BLOCK: power of two, >= WIDTH
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # 64 bits: rows * width may pass 2^31
-    col = tl.arange(0, COLS)
-    mask = (row < rows)[:, None] & (col < width)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean, centred, rstd = normalise(x, mask, width, eps)
-    y = centred * rstd[:, None]
+    # 64 bits: rows * WIDTH may pass 2^31.
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    col = columns(CHUNKS, BLOCK)
+    inside = col < WIDTH
+    mask = (row < rows) & inside
+    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+    mean, centred, rstd = normalise(x, inside, WIDTH, eps)
+    y = centred * rstd
     if HAS_W:
-        y = y * tl.load(w_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+        y = y * load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
     if HAS_B:
-        y = y + tl.load(b_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + row[:, None] * width + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        y = y + load_for_each_row(b_ptr, inside, ROWS, CHUNKS, BLOCK)
+    tl.store(y_ptr + row * WIDTH + col, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr,  # [rows, width], rows dy_stride apart
-    x_ptr,  # [rows, width], rows x_stride apart
-    w_ptr,  # [width], read if HAS_W
+    dy_ptr,  # [rows, WIDTH], rows dy_stride apart
+    x_ptr,  # [rows, WIDTH], rows x_stride apart
+    w_ptr,  # [WIDTH], read if HAS_W
     mean_ptr,  # [rows] float32
     rstd_ptr,  # [rows] float32
-    dx_ptr,  # [rows, width], contiguous, written if NEED_DX
-    dw_ptr,  # [programs, width] float32, written if NEED_DW
-    db_ptr,  # [programs, width] float32, written if NEED_DW
+    dx_ptr,  # [rows, WIDTH], contiguous, written if NEED_DX
+    dw_ptr,  # [programs, WIDTH] float32, written if NEED_DW
+    db_ptr,  # [programs, WIDTH] float32, written if NEED_DW
     dy_stride,
     x_stride,
     rows,
-    width,
+    WIDTH: tl.constexpr,
     HAS_W: tl.constexpr,
     NEED_DX: tl.constexpr,
     NEED_DW: tl.constexpr,
     ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
-    col = tl.arange(0, COLS)
-    dw = tl.zeros([ROWS, COLS], tl.float32)
-    db = tl.zeros([ROWS, COLS], tl.float32)
+    col = columns(CHUNKS, BLOCK)
+    inside = col < WIDTH
+    dw = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
+    db = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
     if HAS_W:
-        w = tl.load(w_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+        w = load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
     for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS).to(tl.int64)
-        mask = (row < rows)[:, None] & (col < width)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
-        x_hat = tl.where(mask, (x - mean) * rstd, 0.0)
+        row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
+        mask = (row < rows) & inside
+        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        x_hat = tl.where(inside, (x - mean) * rstd, 0.0)
         if NEED_DX:
             g = dy
             if HAS_W:
                 g = dy * w
-            dx = through_norm(g, x_hat, rstd, width)
-            tl.store(dx_ptr + row[:, None] * width + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            dx = through_norm(g, x_hat, rstd, WIDTH)
+            tl.store(dx_ptr + row * WIDTH + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEED_DW:
             dw += dy * x_hat
             db += dy
     if NEED_DW:
-        place = program * width + col
-        tl.store(dw_ptr + place, tl.sum(dw, 0), mask=col < width)
-        tl.store(db_ptr + place, tl.sum(db, 0), mask=col < width)
+        place = program * WIDTH + col
+        tl.store(dw_ptr + place, tl.sum(dw, 0)[None, :, :], mask=inside)
+        tl.store(db_ptr + place, tl.sum(db, 0)[None, :, :], mask=inside)
 
 
 def reference_layer_norm(
@@ -173,7 +205,7 @@ def _forward(
     mean = torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     if rows:
-        tile = tile_of(width, per_thread=16)
+        tile = tile_of(width, x.element_size())
         with on_device(x.device):
             _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 matrix,
@@ -184,8 +216,8 @@ def _forward(
                 rstd,
                 matrix.stride(0),
                 rows,
-                width,
                 eps,
+                WIDTH=width,
                 HAS_W=weight is not None,
                 HAS_B=bias is not None,
                 **tile,
@@ -206,8 +238,8 @@ def _backward(
     gradients, matrix = rows_of(dy), rows_of(x)
     rows, width = matrix.shape
     dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
-    tile = tile_of(width, per_thread=8)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), most_programs(x.device))
+    tile = tile_of(width, x.element_size())
+    programs = min(triton.cdiv(rows, tile["ROWS"]), most_programs(tile, x.device))
     partial = torch.empty((2, programs if need_dw else 0, width), dtype=torch.float32, device=x.device)
     if rows and (need_dx or need_dw):
         with on_device(x.device):
@@ -223,7 +255,7 @@ def _backward(
                 gradients.stride(0),
                 matrix.stride(0),
                 rows,
-                width,
+                WIDTH=width,
                 HAS_W=weight is not None,
                 NEED_DX=need_dx,
                 NEED_DW=need_dw,

@@ -92,21 +92,26 @@ def test_operators_are_well_formed() -> None:
 
 MUTANTS = {
     "none": ("dw += dy * z_hat", "dw  += dy * z_hat"),
-    "bias dropped": ("rstd[:, None] * w + b", "rstd[:, None] * w"),
-    "weight dropped": ("rstd[:, None] * w + b", "rstd[:, None] + b"),
-    "eps ignored": ("normalise(z, mask, width, EPS)", "normalise(z, mask, width, 1e-5)"),
-    "padding counted": ("normalise(z, mask, width, EPS)", "normalise(z, mask | (z == 0.0), width, EPS)"),
-    "scale forgotten": ("DROPPED), z * scale, 0.0)", "DROPPED), z, 0.0)"),
+    "bias dropped": ("rstd * w + b", "rstd * w"),
+    "weight dropped": ("rstd * w + b", "rstd + b"),
+    "eps ignored": ("normalise(z, inside, WIDTH, EPS)", "normalise(z, inside, WIDTH, 1e-5)"),
+    "padding counted": ("normalise(z, inside, WIDTH, EPS)", "normalise(z, inside | (z == 0.0), WIDTH, EPS)"),
+    "scale forgotten": ("BLOCK), x, 0.0) * scale + residual", "BLOCK), x, 0.0) + residual"),
     "scale forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "tl.where(keep, dz, 0.0)"),
     "mask forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "(dz * scale)"),
-    "mask forgotten in backward's sum": ("z = tl.where(keep, z * scale, 0.0)", "z = z * scale"),
-    "same bits in every row": ("element = row[:, None] * width", "element = row[:, None] * 0"),
-    "halves swapped": ("(element & 1) == 0", "(element & 1) == 1"),
-    "lanes without sign": ("lane = lane ^ 0x8000", "lane = lane ^ 0"),
+    "mask forgotten in backward's sum": ("z = tl.where(keep, x, 0.0) * scale", "z = x * scale"),
+    "same bits in every row": ("row.to(tl.uint32) * (WIDTH // 2)", "row.to(tl.uint32) * 0"),
+    "same bits in every row of odd width": ("element = row * WIDTH", "element = row * 0"),
+    "halves swapped": (
+        "(h & 0xFFFF) >= DROPPED, (h >> 16) >= DROPPED",
+        "(h >> 16) >= DROPPED, (h & 0xFFFF) >= DROPPED",
+    ),
+    "halves swapped of odd width": ("(element & 1) == 0", "(element & 1) == 1"),
+    "halves without sign": ("(h >> 16) ^ 0x80008000", "(h >> 16) ^ 0"),
     "dw without z_hat": ("dw += dy * z_hat", "dw += dy"),
     "weight forgotten in dz": ("through_norm(dy * w,", "through_norm(dy,"),
     "last program's sums lost": ("partial.sum(1)", "partial[:, :-1].sum(1)"),
-    "db stored over dw": ("place + tl.num_programs(0) * width", "place + 0 * width"),
+    "db stored over dw": ("place + tl.num_programs(0) * WIDTH", "place + 0 * WIDTH"),
     "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
 }
 
@@ -122,7 +127,7 @@ def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Pat
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
     monkeypatch.setattr(module, "_triton", lambda x: mutant)
-    inputs = case((200, 25), dtype)
+    inputs = case((200, 25 if name.endswith("odd width") else 24), dtype)
     if name == "none":
         return check(dropout_add_norm, inputs, 0.3, truncates=True)
     with pytest.raises(AssertionError):

@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 from bias_gelu_check import case, check
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from gpu_code import compile_for, instructions, most_instructions, spills
 
 from composer_speedups.kernels import bias_gelu as module
 from composer_speedups.kernels.bias_gelu import bias_gelu
 from composer_speedups.kernels.launch import DTYPES
-
-NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -23,23 +19,25 @@ NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"
 @pytest.mark.parametrize("name", ["_forward_kernel", "_backward_kernel"])
 def test_compiles_for_a_gpu(name: str, dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(module, name)
-    rows = module._ROWS_FORWARD if name == "_forward_kernel" else module._ROWS_BACKWARD
-    constants = {"ROWS": rows, "COLS": module._COLS}
+    assert not spills(compiled(capability, name, dtype), tmp_path)
 
-    def kind(argument: str) -> str:
-        if argument in constants:
-            return "constexpr"
-        if argument in ("bias_ptr", "dbias_ptr"):
-            return "*fp32"
-        return NAMES[dtype] if argument.endswith("_ptr") else "i32"
 
-    source = ASTSource(kernel, {n: kind(n) for n in kernel.arg_names}, constexprs=constants)
-    options = {"num_warps": module._WARPS}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.asm["cubin"][:4] == b"\x7fELF"
-    assert f".target sm_{capability}" in compiled.asm["ptx"]
-    assert ".local" not in compiled.asm["ptx"]  # no array that lives in memory instead of registers
+@pytest.mark.parametrize(("name", "moved"), [("_forward_kernel", 4), ("_backward_kernel", 6)])
+def test_memory_is_what_it_waits_for(name: str, moved: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled(90, name, torch.bfloat16, ("x_stride", "dy_stride", "width"))
+    held = rows_of_a_tile(name) * module._COLS // (32 * module._WARPS)
+    assert instructions(code, tmp_path) / held < most_instructions(moved) / 0.75  # of an erf, some more
+
+
+def rows_of_a_tile(name: str) -> int:
+    return module._ROWS_FORWARD if name == "_forward_kernel" else module._ROWS_BACKWARD
+
+
+def compiled(capability: int, name: str, dtype: torch.dtype, aligned: tuple[str, ...] = ()):
+    constants = {"ROWS": rows_of_a_tile(name), "COLS": module._COLS}
+    dtypes = dict.fromkeys(("bias", "dbias"), torch.float32) | dict.fromkeys(("x", "y", "dx", "dy"), dtype)
+    return compile_for(capability, getattr(module, name), dtypes, constants, module._WARPS, aligned)
 
 
 def test_needs_a_gpu_and_says_so() -> None:

@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from gpu_code import compile_for, instructions, most_instructions, spills
 
 from composer_speedups.kernels import cross_entropy as module
 from composer_speedups.kernels.cross_entropy import cross_entropy, reference_cross_entropy
 from composer_speedups.kernels.launch import DTYPES
-
-NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -22,15 +18,21 @@ NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"
 @pytest.mark.parametrize("name", ["_forward_kernel", "_backward_kernel"])
 def test_compiles_for_a_gpu(name: str, dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(module, name)
-    kinds = {"x_ptr": NAMES[dtype], "dx_ptr": NAMES[dtype], "label_ptr": "*i64"}
-    kinds |= dict.fromkeys(("loss_ptr", "lse_ptr", "scale_ptr"), "*fp32")
-    constants = {"COLS": module._cols(30522)}
-    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": module._WARPS})
-    assert "ptx" in compiled.asm
+    assert not spills(compiled(capability, name, dtype), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "moved"), [("_forward_kernel", 2), ("_backward_kernel", 4)])
+def test_memory_is_what_it_waits_for(name: str, moved: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled(90, name, torch.bfloat16, ("x_stride", "dx_stride", "vocabulary"))
+    held = module._MOST // (32 * module._WARPS)
+    assert instructions(code, tmp_path) / held < most_instructions(moved) / 0.75  # an exponential each time
+
+
+def compiled(capability: int, name: str, dtype: torch.dtype, aligned: tuple[str, ...] = ()):
+    constants = {"COLS": module._cols(30522)} | ({"HELD": 16 // dtype.itemsize} if name == "_forward_kernel" else {})
+    dtypes = dict.fromkeys(("loss", "lse", "scale"), torch.float32) | {"x": dtype, "dx": dtype, "label": torch.int64}
+    return compile_for(capability, getattr(module, name), dtypes, constants, module._WARPS, aligned)
 
 
 def test_refused_on_the_cpu() -> None:

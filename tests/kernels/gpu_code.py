@@ -1,0 +1,92 @@
+"""Triton kernels compiled for a GPU that need not be there, and what their machine code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+__all__ = ["POINTERS", "compile_for", "instructions", "most_instructions", "spills"]
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+}
+# Of one thread, in the time in which an H200 moves a byte: 132 processors of 128 lanes at 1.755 GHz, and 4.8 TB/s.
+_A_BYTE = 132 * 128 * 1.755e9 / 4.8e12
+
+
+def compile_for(
+    capability: int,
+    kernel: Any,
+    dtypes: Mapping[str, torch.dtype],
+    constants: Mapping[str, Any],
+    warps: int,
+    aligned: Collection[str] = (),
+) -> Any:
+    """`kernel` for `sm_<capability>`.
+
+    Args:
+        dtypes: of pointers, by their names without `_ptr`. What is neither here nor constant is an int32, or `eps`.
+        constants: the kernel's `tl.constexpr`.
+        aligned: numbers that are multiples of 16; pointers are, if this is given.
+    """
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name.endswith("_ptr"):
+            return POINTERS[dtypes[name.removesuffix("_ptr")]]
+        return "fp32" if name == "eps" else "i32"
+
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if aligned and (name.endswith("_ptr") or name in aligned)
+    }
+    signature = {name: kind(name) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=dict(constants), attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    assert compiled.asm["cubin"][:4] == b"\x7fELF"
+    assert f".target sm_{capability}" in compiled.asm["ptx"]
+    return compiled
+
+
+def spills(compiled: Any, folder: Path) -> bool:
+    """Whether values of a thread live in memory, for want of registers or as arrays."""
+    found = re.search(r"STACK:(\d+).*LOCAL:(\d+)", _tool("cuobjdump", "-res-usage", compiled, folder))
+    return found is None or any(map(int, found.groups()))
+
+
+def instructions(compiled: Any, folder: Path) -> int:
+    """Of the longest loop; without one, of the whole kernel."""
+    found, labels, longest = 0, {}, 0
+    for line in _tool("nvdisasm", "-c", compiled, folder).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = found
+        elif (code := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)(.*)", line)) and code[1] != "NOP":
+            found += 1
+            if code[1] == "BRA" and (target := re.search(r"\.L_x_\d+", code[2])) and target[0] in labels:
+                longest = max(longest, found - labels[target[0]])
+    return longest if longest > 2 else found  # a kernel ends with a jump to itself
+
+
+def most_instructions(moved: int) -> float:
+    """For each element, of which `moved` bytes are: three quarters of what there is time for, so that memory waits."""
+    return 0.75 * _A_BYTE * moved
+
+
+def _tool(name: str, option: str, compiled: Any, folder: Path) -> str:
+    """What one of the tools says that come with Triton."""
+    tool, binary = Path(triton.__file__).parent / "backends/nvidia/bin" / name, folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    return subprocess.run([tool, option, binary], check=True, capture_output=True, text=True).stdout
