@@ -30,11 +30,11 @@ CASES = [
 ]
 
 
-def small_model(objective: str) -> torch.nn.Module:
+def small_model(objective: str, **config: int) -> torch.nn.Module:
     from transformers import BertForMaskedLM, BertForSequenceClassification
 
     # Heads of 64, as flash attention likes them; without dropout there is one right answer.
-    config = bert_config(hidden_size=128, num_attention_heads=2, intermediate_size=256)
+    config = bert_config(hidden_size=128, num_attention_heads=2, intermediate_size=256, **config)
     kind = BertForMaskedLM if objective == "mlm" else BertForSequenceClassification
     torch.manual_seed(3)
     model = kind._from_config(config, attn_implementation="eager")
@@ -124,6 +124,23 @@ def test_loss_and_gradients_are_the_padded_models(name: str, device: str) -> Non
     if device == "cuda":
         assert "torch_compile" in done or "torch_compile" not in recipe.speedups
     check(model, batch, stock, device, autocast)
+    del kept
+
+
+@pytest.mark.parametrize(("name", "graphs"), [("finetune/fastest", 2), ("mlm/fastest", 1)])
+def test_layers_share_a_graph(name: str, graphs: int) -> None:
+    """Compiling is most of the first step's time. A last layer for some of the tokens has a graph of its own."""
+    from torch._dynamo.utils import counters
+
+    objective = load_recipe(name).task.objective
+    model, batch = small_model(objective, num_hidden_layers=4), batch_of(objective)
+    _, kept = speed_up(model, name, "cpu")
+    for layer in model.bert.encoder.layer:
+        layer.compile(backend="aot_eager", dynamic=True)
+    counters.clear()
+    results(model, batch, autocast=True)
+    assert counters["stats"]["unique_graphs"] == graphs
+    torch._dynamo.reset()
     del kept
 
 

@@ -161,6 +161,8 @@ class _Unpadded:
         hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=packing.pack(positions)[None])[0]
         if hasattr(self, "embeddings_project"):
             hidden = self.embeddings_project(hidden)
+        if any(layer._compiled_call_impl is not None for layer in self.encoder.layer):
+            hidden = hidden.clone()  # compiled layers are for views or for none: the first would have its own graph
         hidden = self.encoder(hidden, attention_mask=packing)[0]
         pooler = getattr(self, "pooler", None)
         if getattr(self.encoder, "asked_for_first", False):  # by LastLayerSubset

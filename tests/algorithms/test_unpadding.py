@@ -234,8 +234,8 @@ def test_answers_compete_with_no_padding_but_the_heads_bias(family: str) -> None
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
 
 
-# Filled up, totals may stay while the rows change: one graph more, when a total changes, too.
-@pytest.mark.parametrize(("multiple_of", "graphs"), [(1, 2), (64, 3)])
+# Filled up, totals may stay while the rows change: one graph more, when a total changes, too. None for the first layer.
+@pytest.mark.parametrize(("multiple_of", "graphs"), [(1, 1), (64, 2)])
 def test_block_compile_without_breaks_or_endless_recompiles(multiple_of: int, graphs: int) -> None:
     from torch._dynamo.utils import counters
 
