@@ -27,7 +27,7 @@ def test_is_interpreted() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("width", [1, 2, 31, 64, 769])
+@pytest.mark.parametrize("width", [1, 2, 31, 64, 768, 769])
 def test_matches_float64(width: int, p: float, dtype: torch.dtype) -> None:
     check(dropout_add_norm, case((7, 3, width), dtype), p, truncates=True)
 
@@ -62,8 +62,9 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("keys", [(0, 0), (2**32 - 1, 2**32 - 1), (0x9B1D33F7, 0x00C0FFEE)])
 @pytest.mark.parametrize("dropped", [1, 6554, 32768, 65535])
-def test_the_mask_is_that_of_fast_dropout(keys: tuple[int, int], dropped: int) -> None:
-    x, residual, weight, bias = (t.detach() for t in case((41, 33), FP32))
+@pytest.mark.parametrize("shape", [(41, 33), (41, 34), (9, 600)])  # odd, even, and in several chunks
+def test_the_mask_is_that_of_fast_dropout(shape: tuple[int, int], keys: tuple[int, int], dropped: int) -> None:
+    x, residual, weight, bias = (t.detach() for t in case(shape, FP32))
     seeds = torch.tensor(keys)
     _, mean, rstd = cuda.forward(x, residual, weight, bias, seeds, dropped, EPS)
     dx, _, _ = cuda.backward(torch.randn_like(x), x, residual, weight, mean, rstd, seeds, dropped)
