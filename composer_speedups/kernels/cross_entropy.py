@@ -84,7 +84,8 @@ def _backward_kernel(
     out = dx_ptr + row * dx_stride
     if label != ignored:
         lse = tl.load(lse_ptr + row)
-        target = label.to(tl.int32)  # a comparison of 64 bits takes two instructions an element
+        # A comparison of 64 bits would take two instructions an element.
+        target = tl.where((label >= 0) & (label < vocabulary), label, -1).to(tl.int32)
         scale = tl.load(scale_ptr)
         for start in range(0, vocabulary, COLS):
             col = start + tl.arange(0, COLS)

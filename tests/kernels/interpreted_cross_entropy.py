@@ -79,6 +79,9 @@ def test_what_cannot_be_is_nan() -> None:
     for wrong in (-1, 37, 10**12):
         labels[0] = wrong
         assert cross_entropy(logits, labels).isnan()
+    labels[0], x = 2**32 + 3, logits.clone().requires_grad_()
+    cross_entropy(x, labels).backward()
+    assert (x.grad[0] > 0).all(), "the label's 32 lower bits are no label"
     assert cross_entropy(logits, torch.full((5,), -100)).isnan()
     assert cross_entropy(logits[:0], labels[:0]).isnan()
     logits[2, 3] = torch.nan
