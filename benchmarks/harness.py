@@ -96,11 +96,20 @@ def run(part: Part, folder: Path, repetitions: int, batches: int, **more: Any) -
     """Measure into `folder`, and print the table: also of what there is where it is stopped or fails."""
     try:
         part.measure(folder, repetitions, batches, **more)
-    finally:
-        if (folder / "rows.jsonl").exists():
-            print(f"\n{part.table(folder)}\n{folder}")
-        else:
-            print(f"{folder}: nothing was measured")
+    except BaseException as error:
+        try:
+            _show(part, folder)
+        except Exception as another:
+            error.add_note(f"nor could a table be made of what was measured: {another}")
+        raise
+    _show(part, folder)
+
+
+def _show(part: Part, folder: Path) -> None:
+    if (folder / "rows.jsonl").exists():
+        print(f"\n{part.table(folder)}\n{folder}")
+    else:
+        print(f"{folder}: nothing was measured")
 
 
 def begin(folder: Path, part: str, **conditions: Any) -> None:
@@ -114,7 +123,9 @@ def read(folder: Path) -> Results:
     for path in (conditions, rows):
         if not path.is_file():
             raise UserError(f"{folder} has no {path.name}: it is no folder of these benchmarks, or an older one's")
-    lines = rows.read_text().splitlines()
+    lines = rows.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()  # killed while it wrote
     return Results(folder, json.loads(conditions.read_text()), [json.loads(line) for line in lines])
 
 

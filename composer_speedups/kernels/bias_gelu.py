@@ -6,8 +6,8 @@ sum and the slope again, writes the gradient of `x`, and sums it over the rows t
 before it is rounded; `torch.sum` over programs gives the bias's: no atomics, so that a run repeats bit for bit.
 
 The distribution function is the rational approximation 7.1.26 of Abramowitz and Stegun, "Handbook of Mathematical
-Functions", off by at most 7.5e-8, half a unit in float32's last place at 1: its one exponential is the density that the
-slope needs, and no library call is made.
+Functions", off by at most 7.5e-8, half a unit in float32's last place at 1, and on a GPU by what its approximate root
+and exponential add. The exponential is the density that the slope needs; no library call is made.
 
 Eager code goes through an `autograd.Function`, `torch.compile` through a custom operator; see `layer_norm.py`.
 """

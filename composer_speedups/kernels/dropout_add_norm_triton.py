@@ -119,11 +119,11 @@ def backward_kernel(
         mask = (row < rows) & inside
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
         z = x + residual
         if DROPPED:
             keep = _keep(seeds_ptr, row, WIDTH, DROPPED, ROWS, CHUNKS, BLOCK)
             z = tl.where(keep, x, 0.0) * scale + residual
-        dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         z_hat = tl.where(inside, (z - mean) * rstd, 0.0)

@@ -38,16 +38,18 @@ def tile_of(width: int, itemsize: int) -> dict[str, int]:
     A warp takes a row, or several that are short: sums over a row then need no shared memory and no barrier, and what
     a row costs once is shared by up to 32 elements a thread. Each thread loads 16 bytes at a time, so that a chunk is
     what a warp loads at once; Triton gives warps to the first axis before the second. Rows of more than 1,024 elements
-    are shared by several warps. Rows of widths that 16 bytes do not divide have 16 elements a thread: with 32 of them
-    the backward kernel has too few registers.
+    are shared by several warps. For widths that are no multiple of 16, of which Triton does not see that they are
+    aligned, a thread loads one element at a time, and 16 in all: with 32 the backward kernel has too few registers;
+    rows of more than 512 are shared there.
 
     These kernels wait for memory only if they have few instructions: in the time in which an H200 moves a byte at
     4.8 TB/s, its threads together have 6.2. By ptxas for sm_90, for each element in bf16 at a width of 768: LayerNorm
     13 forward and 18 backward, where there is time for 25 and 37; dropout + residual + LayerNorm 25 and 35, where it is
-    37 and 62. With rows shared by all warps of a program it was 30 and 36, 57 and 72.
+    37 and 62. With rows shared by all warps of a program it was 30 and 36, 57 and 72. Backward that is the loop over
+    rows; what adds up a program's sums at its end costs as much as two turns of it, or less.
     """
-    cols, vector = triton.next_power_of_2(width), 16 // itemsize
-    held = 16 if width % vector else 32
+    cols = triton.next_power_of_2(width)
+    vector, held = (1, 16) if width % 16 else (16 // itemsize, 32)
     chunks = max(1, min(cols // (32 * vector), held // vector))
     block = cols // chunks
     shared = max(1, block // (32 * vector))  # warps that share a row
@@ -60,7 +62,8 @@ def most_programs(tile: dict[str, int], device: torch.device) -> int:
     """Programs of a backward kernel: all that run at once, so that each sums up as many rows as it can."""
     if device.type != "cuda":
         return 3  # interpreter: so few that they loop over rows
-    return max(1, _TOGETHER // (tile["ROWS"] * tile["CHUNKS"] * tile["BLOCK"])) * processors(device)
+    together = _TOGETHER // (tile["ROWS"] * tile["CHUNKS"] * tile["BLOCK"])
+    return max(1, min(together, 16)) * processors(device)
 
 
 @cache

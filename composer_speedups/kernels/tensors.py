@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["MAX_WIDTH", "plain", "shape_only"]
 
-# Of the Triton kernels over rows: a whole row is held in registers, 16 elements in each of 512 threads.
+# Of the Triton kernels over rows: a whole row is held in registers, 32 elements in each of 256 threads.
 MAX_WIDTH = 8192
 
 

@@ -65,6 +65,11 @@ def test_strides_and_ignore_index() -> None:
         check(view, labels, ignore_index=7)
 
 
+@pytest.mark.parametrize("vocabulary", [16, 48, 4128])
+def test_aligned_rows(vocabulary: int) -> None:
+    check(*case(8, vocabulary))
+
+
 def test_extreme_logits() -> None:
     logits, labels = torch.full((4, 5000), -1e4), torch.tensor([0, 4999, 4096, 1])
     logits[:, 4999] = 1e4

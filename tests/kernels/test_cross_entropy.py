@@ -22,15 +22,19 @@ def test_compiles_for_a_gpu(name: str, dtype: torch.dtype, capability: int, tmp_
 
 
 @pytest.mark.parametrize(("name", "moved"), [("_forward_kernel", 2), ("_backward_kernel", 4)])
-def test_memory_is_what_it_waits_for(name: str, moved: int, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("vocabulary", [30528, 30522])
+def test_memory_is_what_it_waits_for(name: str, moved: int, vocabulary: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    code = compiled(90, name, torch.bfloat16, ("x_stride", "dx_stride", "vocabulary"))
+    aligned = ("x_stride", "dx_stride", "vocabulary") if vocabulary % 16 == 0 else ("pointers",)
+    code = compiled(90, name, torch.bfloat16, aligned, vocabulary)
     held = module._MOST // (32 * module._WARPS)
     assert instructions(code, tmp_path) / held < most_instructions(moved) / 0.75  # an exponential each time
 
 
-def compiled(capability: int, name: str, dtype: torch.dtype, aligned: tuple[str, ...] = ()):
-    constants = {"COLS": module._cols(30522)} | ({"HELD": 16 // dtype.itemsize} if name == "_forward_kernel" else {})
+def compiled(capability: int, name: str, dtype: torch.dtype, aligned: tuple[str, ...] = (), vocabulary: int = 30528):
+    constants = {"COLS": module._cols(vocabulary)}
+    if name == "_forward_kernel":
+        constants |= module._held(torch.empty((1, vocabulary), dtype=dtype), constants["COLS"])
     dtypes = dict.fromkeys(("loss", "lse", "scale"), torch.float32) | {"x": dtype, "dx": dtype, "label": torch.int64}
     return compile_for(capability, getattr(module, name), dtypes, constants, module._WARPS, aligned)
 
