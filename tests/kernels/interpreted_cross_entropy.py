@@ -79,6 +79,7 @@ def test_extreme_logits() -> None:
     check(logits, torch.tensor([4500, 4999]))
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # in the interpreter, by NumPy
 def test_what_cannot_be_is_nan() -> None:
     logits, labels = case()
     for wrong in (-1, 37, 10**12):
