@@ -13,9 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["POINTERS", "compile_for", "instructions", "most_instructions", "spills"]
+__all__ = ["compile_for", "instructions", "spills", "time_for"]
 
-POINTERS = {
+_POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -45,7 +45,7 @@ def compile_for(
         if name in constants:
             return "constexpr"
         if name.endswith("_ptr"):
-            return POINTERS[dtypes[name.removesuffix("_ptr")]]
+            return _POINTERS[dtypes[name.removesuffix("_ptr")]]
         return "fp32" if name == "eps" else "i32"
 
     attributes = {
@@ -67,8 +67,12 @@ def spills(compiled: Any, folder: Path) -> bool:
     return found is None or any(map(int, found.groups()))
 
 
-def instructions(compiled: Any, folder: Path) -> int:
-    """Of the longest loop; without one, of the whole kernel."""
+def instructions(compiled: Any, folder: Path, elements: int) -> float:
+    """Of one thread, for each of the `elements` that a program takes in its longest loop, or, without one, at all."""
+    return _instructions(compiled, folder) * 32 * compiled.metadata.num_warps / elements
+
+
+def _instructions(compiled: Any, folder: Path) -> int:
     found, labels, longest = 0, {}, 0
     for line in _tool("nvdisasm", "-c", compiled, folder).splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
@@ -80,9 +84,9 @@ def instructions(compiled: Any, folder: Path) -> int:
     return longest if longest > 2 else found  # a kernel ends with a jump to itself
 
 
-def most_instructions(moved: int) -> float:
-    """For each element, of which `moved` bytes are: three quarters of what there is time for, so that memory waits."""
-    return 0.75 * _A_BYTE * moved
+def time_for(moved: int) -> float:
+    """Instructions of a thread in the time in which `moved` bytes are; a kernel that has fewer waits for memory."""
+    return _A_BYTE * moved
 
 
 def _tool(name: str, option: str, compiled: Any, folder: Path) -> str:
