@@ -25,8 +25,9 @@ from composer_speedups import cgroup
 from composer_speedups.ablation.contention import NOTABLE
 from composer_speedups.ablation.presence import Presence
 from composer_speedups.ablation.worker import MESSAGE_LIMIT
+from composer_speedups.errors import UserError
 
-__all__ = ["Isolation", "Outcome"]
+__all__ = ["Isolation", "Outcome", "ServerEnded"]
 
 LOG_LIMIT = 262_144  # bytes kept of a run's output: its end tells what went wrong
 _SERVER = """
@@ -63,6 +64,17 @@ class Outcome:
     def alone(self) -> bool:
         """Whether the machine was its own as far as can be told."""
         return not self.overlapped and (self.waited or 0.0) < NOTABLE
+
+
+class ServerEnded(UserError, RuntimeError):
+    """The process that starts the runs ended by itself, or was killed, twice."""
+
+    def __init__(self, output: str) -> None:
+        last = output.strip().splitlines()[-1:]
+        super().__init__(
+            "the process that starts the runs was ended from outside, twice: is there enough memory? The same command "
+            "goes on from here." + "".join(f" Its last words: {line}" for line in last)
+        )
 
 
 class Isolation:
@@ -185,13 +197,21 @@ class Isolation:
         return outcome
 
     def _launch(self, descriptors: list[int], tick: Callable[[], None] | None) -> int:
-        for _ in range(2):
-            self.start()
-            if not self._wait_ready(tick):
+        ended = False
+        for _ in range(3):  # once more if the server may not fork, and once more if somebody killed it
+            try:
                 self.start()
-                self._wait_ready(tick)
-            socket.send_fds(self._connection(), [b"run"], descriptors)
-            reply = self._receive(tick)
+                if not self._wait_ready(tick):
+                    continue
+                socket.send_fds(self._connection(), [b"run"], descriptors)
+                reply = self._receive(tick)
+            except ConnectionError:
+                output = "" if self._server_log is None else _tail(self._server_log)
+                self.close()
+                if ended:
+                    raise ServerEnded(output) from None
+                ended = True
+                continue
             if "pid" in reply:
                 return reply["pid"]
             self._give_up_sharing(reply["unsafe"])
@@ -228,10 +248,7 @@ class Isolation:
                 tick()
         data = self._connection().recv(MESSAGE_LIMIT)
         if not data:
-            assert self._server_log is not None
-            text = _tail(self._server_log)
-            self.close()
-            raise RuntimeError(f"the process that starts runs ended unexpectedly:\n{text}")
+            raise ConnectionResetError("the process that starts runs is gone")
         return pickle.loads(data)
 
 

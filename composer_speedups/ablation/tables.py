@@ -77,6 +77,8 @@ def drift_lines(trend: Drift | None, baseline: Sequence[float]) -> list[str]:
         if trend.shown:
             word = "slower" if trend.change < 0 else "faster"
             line += f"; the machine became {abs(trend.change) * 100:.1f} % {word} from first run to last {interval}"
+        elif trend.high > 1.0 or trend.low < -0.5:  # it may have doubled or halved
+            line += "; too few runs to tell whether the machine drifted"
         else:
             line += f"; no drift of the machine shown {interval}"
     return [line]
@@ -89,6 +91,9 @@ def sentence(rows: Sequence[Row]) -> str:
         why = f": {base['reason']}" if base and base["reason"] else ""
         return f"No verdict: the baseline has no finished run{why}."
     measured = [row for row in rows if row["seeds"] and not row.get("baseline") and row["speedup"] is not None]
+    if not measured and any(row["seeds"] for row in rows if row is not base):
+        mend = " The same command with --retry makes failed runs again." if base.get("failed") else ""
+        return f"No verdict: no other recipe has a finished run with a seed of the baseline's.{mend}"
     if not measured:
         return "No verdict: only the baseline has been measured."
     names = dict(zip((row["recipe"] for row in rows), short_names([row["recipe"] for row in rows]), strict=True))

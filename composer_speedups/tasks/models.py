@@ -102,14 +102,14 @@ def _from_folder(spec: ModelSpec, folder: Path) -> Source:
     weights = any((folder / name).is_file() for name in _WEIGHTS)
     if spec.pretrained is True and not weights:
         raise TaskError(
-            f"model folder {spec.name!r} has no weights ({_WEIGHTS[0]}): add them, or set pretrained: false"
+            f"model folder {spec.name!r} has no weights ({_WEIGHTS[0]}): add them, or set model.pretrained: false"
         )
     pretrained = weights and spec.pretrained is not False
     tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     if pretrained and not tokenizer:
         raise TaskError(
             f"model folder {spec.name!r} has weights but no tokenizer ({', '.join(_TOKENIZERS[:2])}): add the "
-            "one that the weights were trained with, or set pretrained: false"
+            "one that the weights were trained with, or set model.pretrained: false"
         )
     note = None
     if spec.pretrained == "auto" and not weights:

@@ -97,6 +97,10 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     }
 
 
+def killed(payload: dict[str, Any], report: Callable[[Any], None]) -> None:
+    act("killed")
+
+
 def act(does: str) -> None:
     if does == "raise":
         raise RuntimeError("the loss function is missing\nsecond line")

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import fakes
@@ -42,6 +43,16 @@ def test_recipes_with_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "To run: 4 runs" in text and "bf16" in text
     assert main(["report", "out"]) == 0
     assert "128 tokens padded" in capsys.readouterr().out
+
+
+def test_failed_runs_are_made_again_if_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    command = ["ablate", "demo/fp32", "--out", "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "Entries", lambda: replace(fakes.ENTRIES, train="fakes:killed"))
+        assert main(command) == 1
+    assert "killed by SIGKILL" in (text := capsys.readouterr().out) and "with --retry makes failed runs again" in text
+    assert main([*command, "--retry"]) == 0
+    assert "--retry" not in capsys.readouterr().out
 
 
 def test_a_suite_goes_to_its_own_folder(tmp_path: Path):

@@ -7,6 +7,7 @@ import pytest
 from composer_speedups import registry
 from composer_speedups.ablation.charts import _speeds, charts
 from composer_speedups.ablation.rows import REGROUPING, build_rows
+from composer_speedups.ablation.statistics import Drift
 from composer_speedups.ablation.store import Run
 from composer_speedups.ablation.tables import cell, csv_table, drift_lines, latex_table, markdown_table, notes, sentence
 from composer_speedups.speedup import Stage
@@ -142,6 +143,17 @@ def test_a_baseline_that_failed_is_no_lack_of_seeds() -> None:
     assert not any("run 3 or more" in line for line in notes(rows))
 
 
+def test_rows_without_a_common_seed_are_not_called_unmeasured() -> None:
+    runs = [run(name, seed, 100.0, None) for seed in (1, 2) for name in ("base", "other")]
+    for one in (r for r in runs if (r.recipe, r.seed) in {("base", 1), ("other", 2)}):
+        one.status, one.reason = "failed", "killed"
+    said = sentence(build_rows({"base": {}, "other": {}}, runs, "base"))
+    assert said.startswith("No verdict: no other recipe has a finished run with a seed of the baseline's")
+    assert "--retry" in said
+    alone = sentence(build_rows({"base": {}}, [one for one in runs if one.recipe == "base"], "base"))
+    assert alone == "No verdict: only the baseline has been measured."
+
+
 def test_what_diverged_beats_nobody() -> None:
     """Neither on the line of those that no other beats, nor as a bar in the colour of the faster."""
     runs = [run(name, s, v + 0.1 * s, None) for s in (1, 2, 3) for name, v in (("base", 100.0), ("wild", 300.0))]
@@ -167,6 +179,19 @@ def test_a_baseline_measured_once_shows_no_drift() -> None:
     assert drift_lines(None, []) == []
     assert "drifted is not known" in drift_lines(None, [100.0])[0]
     assert "100, 90 samples/s" in drift_lines(None, [100.0, 90.0])[0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (-0.1, 0.9, "no drift of the machine shown (99 % interval -10.0 to +90.0 %)"),
+        (-0.4, 1.1, "too few runs to tell whether the machine drifted"),
+        (-1.0, 0.1, "too few runs to tell whether the machine drifted"),
+        (0.1, 3.0, "the machine became 50.0 % faster"),
+    ],
+)
+def test_an_interval_that_says_nothing_is_not_shown(low: float, high: float, said: str) -> None:
+    assert said in drift_lines(Drift(0.5, low, high, 4), [100.0, 90.0])[0]
 
 
 def test_what_a_look_inside_found_is_the_rows_whichever_seed_it_was() -> None:

@@ -120,7 +120,7 @@ def test_a_folder_without_weights_is_built_from_its_config(folder: Path, caplog)
     model, task = built(spec)
     assert not task.pretrained and "no weights" in task.notes[0]
     assert model.config.hidden_size == 16
-    with pytest.raises(TaskError, match=r"no weights.*pretrained: false"):
+    with pytest.raises(TaskError, match=r"no weights.*set model.pretrained: false"):
         built(ModelSpec(name=str(folder), pretrained=True))
 
 
