@@ -32,7 +32,9 @@ def algorithm_entry_points() -> list[str]:
         classes = [n.name for n in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)]
         named = [name for name in classes if name.lower() == file.stem.replace("_", "")]
         if len(named) != 1:
-            raise SystemExit(f"{file} must define one class named as the file is, found {classes}")
+            raise SystemExit(
+                f"{file} must define one class named as the file is (two_words.py: TwoWords), found {classes}"
+            )
         points.append(f"{file.stem} = composer_speedups:{named[0]}")
     return points
 

@@ -3,7 +3,7 @@
 Kernels that wait for memory are compared with the bytes that they must move at least: each input read once, each output
 written once. The bandwidth is a copy's, or, where that is faster, that of changing a tensor in place: a CPU reads a
 line before it writes to it, which a copy does for nothing. What else has the same purpose (PyTorch's own operation;
-Liger's LayerNorm and optimi's AdamW: `pip install composer_speedups[bench]`) is measured beside it, interleaved, in one
+Liger's LayerNorm and optimi's AdamW: `pip install .[bench]`) is measured beside it, interleaved, in one
 process. Gradients are asked for and not added up: adding to those of the call before would move more bytes.
 """
 

@@ -135,10 +135,10 @@ def settle_compile_workers(seconds: float = 60) -> None:
     for pool in getattr(async_compile, "_pool_set", ()):
         if not (isinstance(pool, SubprocPool) and pool.running):
             continue
-        with pool.futures_lock:  # it starts its clock of idle workers, a thread, with the first answer; see above
-            clock, pool.timer = getattr(pool, "timer", None), None
-        if clock is not None:
-            clock.quit()
+        with pool.futures_lock:  # it starts its timer of idle workers, a thread, with the first answer; see above
+            idle_timer, pool.timer = getattr(pool, "timer", None), None
+        if idle_timer is not None:
+            idle_timer.quit()
         try:
             pool.submit(os.getpid).result(seconds)
         except WorkersLate:
@@ -159,7 +159,7 @@ def _compilers(device: torch.device) -> list[str]:
 
 
 def why_no_cuda(device: torch.device | None, instead: str) -> str | None:
-    """Why kernels for CUDA are of no use on `device` (None: on this machine), and what is; None if they are."""
+    """Why CUDA kernels cannot run on `device` (None: on this machine), ending with `instead`; None if they can."""
     if torch.cuda.is_available() if device is None else device.type == "cuda":
         return None
     where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"

@@ -136,24 +136,9 @@ def memory_need(
         UserError: recipe or model cannot be had, or the model is none whose memory can be predicted.
     """
     from composer_speedups.memory import free_memory, largest_batch, predict, rows_per_pass
-    from composer_speedups.recipes import Recipe, load_recipe
-    from composer_speedups.tasks.models import known
 
-    name = model or "bert-base-uncased"
-    if recipe is not None:
-        changes = [f"model.name={json.dumps(model)}"] if model is not None else []
-        if batch is not None:
-            changes += [f"batch_size={batch}", "microbatch_size=null"]
-        if length is not None:
-            changes.append(f"task.max_length={length}")
-        chosen = load_recipe(recipe, changes)
-        name = chosen.model.name
-    else:
-        room = getattr(_config(name), "max_position_embeddings", None) or 512
-        # Sizes follow from the configuration: no weights are looked for.
-        size = {"name": name, "pretrained": False} if Path(name).exists() or known(name) else {"name": name}
-        task = {"name": "dummy", "max_length": length or min(256, room)}
-        chosen = Recipe.model_validate({"name": "plain", "task": task, "model": size, "batch_size": batch or 32})
+    chosen = _recipe_to_predict(model, recipe, batch, length)
+    name = chosen.model.name
     device = torch.device(hardware.hardware())
     rows = batch or rows_per_pass(chosen)
     free, largest = free_memory(device), None
@@ -162,11 +147,11 @@ def memory_need(
     mean = None if lengths is None else round(sum(lengths) / len(lengths))
     width = chosen.task.max_length if chosen.task.padding == "max_length" else None
     try:
-        found = predict(chosen, batch_size=rows, length=width, lengths=lengths, device=device)
+        predicted = predict(chosen, batch_size=rows, length=width, lengths=lengths, device=device)
         if free is not None:
             largest = largest_batch(chosen, free, length=mean)
             # It looks at multiples of eight only: the size that was asked for may lie above the last one that fits.
-            largest = max(largest, rows) if found.peak <= free else largest
+            largest = max(largest, rows) if predicted.peak <= free else largest
     except UserError:
         raise
     except Exception as error:  # what a model that is no encoder makes of a batch of tokens: anything
@@ -175,8 +160,28 @@ def memory_need(
             f"the memory of {name!r} cannot be predicted ({type(error).__name__}: {first}): choose a BERT-like encoder"
         ) from error
     tokens = f"{chosen.task.max_length} tokens" if mean is None else f"{mean} tokens (the task's mean)"
-    by = chosen.name if recipe is not None else "float32 with AdamW"
-    return Need(f"{name}, batch {rows} of {tokens}, {by}", found, free, largest)
+    label = chosen.name if recipe is not None else "float32 with AdamW"
+    return Need(f"{name}, batch {rows} of {tokens}, {label}", predicted, free, largest)
+
+
+def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None, length: int | None) -> Recipe:
+    """The recipe as asked for; without one, a plain classifier."""
+    from composer_speedups.recipes import Recipe, load_recipe
+    from composer_speedups.tasks.models import known
+
+    if recipe is not None:
+        changes = [f"model.name={json.dumps(model)}"] if model is not None else []
+        if batch is not None:
+            changes += [f"batch_size={batch}", "microbatch_size=null"]
+        if length is not None:
+            changes.append(f"task.max_length={length}")
+        return load_recipe(recipe, changes)
+    name = model or "bert-base-uncased"
+    room = getattr(_config(name), "max_position_embeddings", None) or 512
+    # Sizes follow from the configuration: no weights are looked for.
+    size = {"name": name, "pretrained": False} if Path(name).exists() or known(name) else {"name": name}
+    task = {"name": "dummy", "max_length": length or min(256, room)}
+    return Recipe.model_validate({"name": "plain", "task": task, "model": size, "batch_size": batch or 32})
 
 
 def _typical_lengths(recipe: Recipe, rows: int, progress: Callable[[str], None] | None) -> list[int] | None:
@@ -190,8 +195,8 @@ def _typical_lengths(recipe: Recipe, rows: int, progress: Callable[[str], None] 
     from composer_speedups.ablation.rows import REGROUPING
     from composer_speedups.tasks import build_task
 
-    away = recipe.task.name == "imdb" and recipe.task.path is None
-    if "unpadding" not in recipe.speedups or REGROUPING & recipe.speedups.keys() or away:
+    needs_download = recipe.task.name == "imdb" and recipe.task.path is None
+    if "unpadding" not in recipe.speedups or REGROUPING & recipe.speedups.keys() or needs_download:
         return None
     try:
         known = build_task(recipe.task, recipe.model, seed=recipe.seed, progress=progress).train.lengths

@@ -32,7 +32,7 @@ def keys() -> tuple[str, ...]:
 @cache
 def speedup_class(key: str) -> type[SpeedUp]:
     """The class registered under `key`; an unknown key raises `RecipeError` with the nearest names."""
-    from composer_speedups.speedup import SpeedUp
+    from composer_speedups.speedup import SpeedUp, Stage
 
     if key not in keys():
         near = difflib.get_close_matches(key, keys(), n=3, cutoff=0.4) or keys()
@@ -48,7 +48,15 @@ def speedup_class(key: str) -> type[SpeedUp]:
     ]
     if len(found) != 1:
         raise TypeError(f"{module.__file__} must define exactly one public SpeedUp, found {found}")
-    return found[0]
+    (cls,) = found
+    if cls.__name__.lower() != key.replace("_", ""):
+        name = key.title().replace("_", "")
+        raise TypeError(f"{module.__file__}: its class must have the file's name, such as {name}, not {cls.__name__}")
+    if not hasattr(cls, "stage"):
+        raise TypeError(f"{module.__file__}: set `stage`, when it acts, to one of {', '.join(s.name for s in Stage)}")
+    if not hasattr(module, f"apply_{key}"):
+        raise TypeError(f"{module.__file__} must define the function apply_{key}, which does the work")
+    return cls
 
 
 def function(key: str) -> Callable[..., Any]:

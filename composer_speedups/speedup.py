@@ -39,16 +39,16 @@ class Stage(IntEnum):
     that came before, or it compiles code that is then thrown away.
     """
 
-    DATA = 0
-    PRECISION = 1
-    ATTENTION = 2
+    DATA = 0  # the dataloader; the model is left alone
+    PRECISION = 1  # what matmuls and autocast compute in
+    ATTENTION = 2  # queries, keys and values, and what packs them
     BLOCK = 3  # several modules at once, before single norms and dropouts
-    NORM = 4
-    HEAD = 5
+    NORM = 4  # modules one by one: norms, dropouts, losses
+    HEAD = 5  # what of the last layers is computed
     RECOMPUTE = 6  # whole blocks, as all of the above left them
-    OPTIMIZER = 7
-    COMPILE = 8
-    LOOP = 9
+    OPTIMIZER = 7  # sees the model as it will train
+    COMPILE = 8  # compiles all of that
+    LOOP = 9  # the Trainer's loop and the process
 
 
 class SpeedUp(Algorithm):

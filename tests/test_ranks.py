@@ -33,11 +33,14 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    """All speed-ups, under DDP and FSDP2, in one pair of processes: starting it takes as long as 20 trainings."""
+def on_two_ranks(request, tmp_path_factory):
+    """All speed-ups that are to be tested, under DDP and FSDP2, in one pair of processes: starting it takes as long as
+    20 trainings."""
     folder = tmp_path_factory.mktemp("ranks")
+    items = [item for item in request.session.items if "on_two_ranks" in getattr(item, "fixturenames", ())]
+    asked = {item.callspec.params["key"] for item in items}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += [str(TESTS / "ranks_worker.py"), str(folder), *KEYS]
+    words += [str(TESTS / "ranks_worker.py"), str(folder), *sorted(asked)]
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(words, env=environment(), stdout=log, stderr=log)
         try:

@@ -125,11 +125,11 @@ class Display:
     def _left(self) -> str:
         current: dict[int, float | None] = {}
         if self._run is not None:
-            current[self._run.id] = self._current()
+            current[self._run.id] = self._left_of_run()
         seconds = remaining_seconds(self._runs, self._expected, current)
         return "" if seconds is None else f"  [dim]about {duration(seconds)} left in all[/]"
 
-    def _current(self) -> float | None:
+    def _left_of_run(self) -> float | None:
         """Seconds that the present run needs still."""
         assert self._run is not None
         if self._last.get("seconds_left") is not None:

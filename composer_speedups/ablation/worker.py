@@ -115,7 +115,7 @@ def _fork(connection: socket.socket, wake: tuple[int, int], descriptors: list[in
     pid = os.fork()
     if pid:
         return pid
-    code = 70
+    code = os.EX_SOFTWARE
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -131,7 +131,13 @@ def _fork(connection: socket.socket, wake: tuple[int, int], descriptors: list[in
 
 
 def run_child(events: int, log: int, job: int) -> int:
-    """Run `entry(payload, report)` as the file `job` says, its output in `log`; write what happens to `events`."""
+    """Run `entry(payload, report)` as `job` says, its output in `log`; write what happens to `events`.
+
+    Args:
+        events: descriptor of a pipe.
+        log: descriptor of a file.
+        job: descriptor of a file that `Isolation.run` has pickled.
+    """
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)
@@ -184,11 +190,8 @@ def classify(error: BaseException) -> tuple[str, str]:
         return "failed", text
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "stopped by the user"
-    name = type(error).__name__
-    short = text[:300]
-    if is_out_of_memory(error):
-        return "out_of_memory", f"{name}: {short}" if short else name
-    return "failed", f"{name}: {short}" if short else name
+    reason = ": ".join(filter(None, (type(error).__name__, text[:300])))
+    return "out_of_memory" if is_out_of_memory(error) else "failed", reason
 
 
 def resolve(entry: str) -> Callable[..., Any]:
@@ -220,7 +223,7 @@ def _die_with_parent() -> None:
     except (OSError, AttributeError):
         return
     if os.getppid() == 1:
-        os._exit(70)
+        os._exit(os.EX_SOFTWARE)
 
 
 def _read(path: str) -> str:

@@ -13,8 +13,9 @@ width on keys and values: about ten twelfths of the last layer go.
 transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM, token
 classification, question answering) and bare encoders have nothing to leave out: the report says so.
 `output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself (but not
-with gradient checkpointing and gradients); while the classifier runs, its `last_hidden_state` is [rows, 1, width]. Goes
-together with `Unpadding`.
+with gradient checkpointing and gradients); while the classifier runs, its `last_hidden_state` is [rows, 1, width]. A
+hook on the last layer's attention computes the whole layer, too; others there see one token a row. Goes together with
+`Unpadding`.
 
 Source: computing the last layer for [CLS] alone, as in several BERT inference servers.
 """
@@ -33,7 +34,7 @@ from composer_speedups.families import BERT_LIKE, READ_FIRST, bert_like, has_hea
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import mix_in, stock_forward
+from composer_speedups.surgery import hooked, mix_in, stock_forward
 
 __all__ = ["LastLayerSubset", "apply_last_layer_subset"]
 
@@ -95,6 +96,9 @@ def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
     return encoder
 
 
+_IDS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # a classifier's first arguments
+
+
 class _Owner:
     """Mixed into a classifier: tells its encoder that the first tokens are enough, unless all were asked for."""
 
@@ -103,14 +107,13 @@ class _Owner:
         default = (self.config.output_hidden_states, self.config.output_attentions)
         whole = any(d if a is None else a for a, d in zip(asked, default, strict=True))
         stack = self.base_model.encoder
-        stack.asked_for_first = not whole and len(args) <= _IDS  # positional extras could be either of them
+        attention = stack.layer[-1].attention
+        whole |= any(map(hooked, (attention, attention.self, attention.self.dropout)))  # they would not be called
+        stack.asked_for_first = not whole and len(args) <= len(_IDS)  # any further one could be either of them
         try:
             return super().forward(*args, **kwargs)
         finally:
             stack.asked_for_first = False
-
-
-_IDS = 4  # input_ids, attention_mask, token_type_ids, position_ids
 
 
 class _Stack:
@@ -134,9 +137,8 @@ class _FirstOnly:
 
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
         extras = (*args, *(kwargs.get(name) for name in ("head_mask", "encoder_hidden_states", "past_key_value")))
-        strange = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 4
-        if not self.first_only or strange or any(extra is not None for extra in extras):
-            self.first_only = False
+        unknown_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 4
+        if not self.first_only or unknown_mask or any(extra is not None for extra in extras):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         attention = self.attention.self
         packed = isinstance(attention_mask, Packing)

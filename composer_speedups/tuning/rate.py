@@ -52,7 +52,7 @@ def optuna_or_error() -> ModuleType:
         import optuna
     except ImportError:
         raise UserError(
-            'the search for the learning rate needs Optuna: pip install "composer_speedups[tune]", or use --no-lr '
+            'the search for the learning rate needs Optuna: pip install "optuna>=4,<5", or use --no-lr '
             "to take the scaling rule's"
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)

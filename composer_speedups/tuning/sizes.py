@@ -44,9 +44,9 @@ def predicted_line(peaks: Mapping[int, int]) -> tuple[float, float]:
     >>> predicted_line({8: 1800, 16: 2600})
     (1000.0, 100.0)
     """
-    (small, less), (big, more) = min(peaks.items()), max(peaks.items())
-    slope = (more - less) / (big - small) if big > small else 0.0
-    return less - slope * small, slope
+    (small, small_peak), (large, large_peak) = min(peaks.items()), max(peaks.items())
+    slope = (large_peak - small_peak) / (large - small) if large > small else 0.0
+    return small_peak - slope * small, slope
 
 
 def starting_size(peaks: Mapping[int, int], limit: int, sizes: Sequence[int]) -> int:

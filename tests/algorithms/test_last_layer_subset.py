@@ -98,6 +98,24 @@ def test_gradient_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("unpadded", [False, True])
+@pytest.mark.parametrize("place", ["attention", "attention.self"])
+def test_a_hook_on_its_attention_sees_all_tokens(place: str, unpadded: bool) -> None:
+    stock, seen = make(), []
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    if unpadded:
+        apply_unpadding(fast, multiple_of=1)
+    module = fast.bert.encoder.layer[-1].get_submodule(place)
+    handle = module.register_forward_hook(lambda *given: seen.append(given[2][0].shape[:-1].numel()))
+    inputs = batch()
+    compare(stock, fast, inputs)
+    assert seen == [int(inputs["attention_mask"].sum()) if unpadded else 5 * 16]
+    handle.remove()
+    compare(stock, fast, inputs)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
 def test_hidden_states_and_attentions_are_whole(unpadded: bool) -> None:
     stock = make(attention="eager")
     fast = copy.deepcopy(stock)

@@ -1,0 +1,100 @@
+"""The promises of every algorithm beside what else is at the model: the user's hooks, copies, and other speed-ups.
+
+As in `test_contract.py`, whatever the registry discovers is held to them, on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from composer import Trainer
+from composer.algorithms.warnings import NoEffectWarning
+from composer.models import HuggingFaceModel
+from contract import USABLE, batch, bert, case, forward_and_gradients, loader, make, tolerance
+
+from composer_speedups import registry
+from composer_speedups.recipes import load_recipe
+from composer_speedups.speedup import SpeedUp, Stage, conflict
+
+# As with transformers' own SDPA there are no attention probabilities whose dropout could be called.
+WITHOUT_PROBABILITIES = ("sdp_attention", "unpadding")
+
+
+def install(algorithms: list[SpeedUp], model: torch.nn.Module, head: str) -> None:
+    """By a Trainer that is closed again. That one of several finds nothing to do is no fault here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoEffectWarning)
+        wrapped = HuggingFaceModel(model, metrics=[], use_logits=True)
+        Trainer(
+            model=wrapped,
+            optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            algorithms=algorithms,
+            train_dataloader=loader(head),
+            max_duration="1ep",
+            device="cpu",
+            progress_bar=False,
+            loggers=[],
+        ).close()
+
+
+def heard(model: torch.nn.Module) -> Counter[str]:
+    """Lets every submodule count its calls, by name."""
+    calls: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    return calls
+
+
+@pytest.mark.parametrize("key", USABLE)
+def test_a_hook_on_any_module_is_called(key: str) -> None:
+    head, called = case(key).head, []
+    for algorithms in ([], [make(key)]):
+        model = bert(head)
+        calls = heard(model)
+        install(algorithms, model, head)
+        model(**batch(head))["loss"].backward()
+        called.append(set(calls))
+    inside = {name for name in called[0] if name.endswith("attention.self.dropout") and key in WITHOUT_PROBABILITIES}
+    assert called[1] == called[0] - inside
+
+
+@pytest.mark.parametrize("key", USABLE)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_compute_the_same(key: str, how: str) -> None:
+    head = case(key).head
+    model = bert(head)
+    install([make(key)], model, head)
+    again = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    data = batch(head)
+    expected, others = forward_and_gradients(model, data), forward_and_gradients(again, data)
+    assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
+    assert torch.equal(others[0], expected[0]) and torch.equal(others[1], expected[1])
+
+
+@pytest.mark.parametrize("key", USABLE)
+@pytest.mark.parametrize("listed", ["before", "after"])
+def test_beside_everything_that_pays_it_matches_float64(key: str, listed: str) -> None:
+    head, dtype = case(key).head, case(key).dtype
+    everything = load_recipe("cpu/fastest_fp32").algorithms()  # in float32, so that the tolerance is narrow
+    company = [other for other in everything if conflict([other, make(key)]) is None]
+    model = bert(head)
+    reference = copy.deepcopy(model).double()
+    install([make(key), *company] if listed == "before" else [*company, make(key)], model, head)
+    data = batch(head)
+    loss, grads = forward_and_gradients(model, data)
+    expected_loss, expected = forward_and_gradients(reference, data)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=tolerance(dtype))
+    assert ((grads - expected).norm() / expected.norm()).item() <= tolerance(dtype)
+
+
+@pytest.mark.parametrize("key", [key for key in USABLE if registry.speedup_class(key).stage is Stage.DATA])
+def test_what_is_about_batches_leaves_the_model_alone(key: str) -> None:
+    model = bert(case(key).head)
+    before = [type(m) for m in model.modules()]
+    install([make(key)], model, case(key).head)
+    assert [type(m) for m in model.modules()] == before
