@@ -108,7 +108,7 @@ def ablate(
         return
     result = run_study(study, settings, console=console)
     show_findings(result.findings, console)
-    if any(row["failed"] for row in result.findings.rows):
+    if any({*wanted} & {*row["failed"]} for row in result.findings.rows):
         console.print("The same command with --retry makes failed runs again.")
     console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
     if result.interrupted:

@@ -9,6 +9,7 @@ import copy
 import pickle
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,25 +22,34 @@ from composer_speedups import registry
 from composer_speedups.recipes import load_recipe
 from composer_speedups.speedup import SpeedUp, Stage, conflict
 
-# As with transformers' own SDPA there are no attention probabilities whose dropout could be called.
-WITHOUT_PROBABILITIES = ("sdp_attention", "unpadding")
+DATA_KEYS = [key for key in USABLE if registry.speedup_class(key).stage is Stage.DATA]
 
 
-def install(algorithms: list[SpeedUp], model: torch.nn.Module, head: str) -> None:
-    """By a Trainer that is closed again. That one of several finds nothing to do is no fault here."""
+@contextmanager
+def trainer(algorithms: list[SpeedUp], model: torch.nn.Module, head: str):
+    """That one of several finds nothing to do is no fault here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoEffectWarning)
-        wrapped = HuggingFaceModel(model, metrics=[], use_logits=True)
-        Trainer(
-            model=wrapped,
+        made = Trainer(
+            model=HuggingFaceModel(model, metrics=[], use_logits=True),
             optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
             algorithms=algorithms,
             train_dataloader=loader(head),
-            max_duration="1ep",
+            max_duration="2ba",
+            seed=7,
             device="cpu",
             progress_bar=False,
             loggers=[],
-        ).close()
+        )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def install(algorithms: list[SpeedUp], model: torch.nn.Module, head: str) -> None:
+    with trainer(algorithms, model, head):
+        pass
 
 
 def heard(model: torch.nn.Module) -> Counter[str]:
@@ -50,16 +60,21 @@ def heard(model: torch.nn.Module) -> Counter[str]:
     return calls
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("key", USABLE)
-def test_a_hook_on_any_module_is_called(key: str) -> None:
+def test_a_hook_on_any_module_is_called(key: str, when: str) -> None:
     head, called = case(key).head, []
     for algorithms in ([], [make(key)]):
         model = bert(head)
-        calls = heard(model)
+        calls = heard(model) if when == "before" else Counter()
         install(algorithms, model, head)
+        if when == "after":
+            calls = heard(model)
         model(**batch(head))["loss"].backward()
         called.append(set(calls))
-    inside = {name for name in called[0] if name.endswith("attention.self.dropout") and key in WITHOUT_PROBABILITIES}
+    # As with transformers' own SDPA, there are no attention probabilities whose dropout could be called.
+    fused = registry.speedup_class(key).slot == "attention"
+    inside = {name for name in called[0] if fused and name.endswith("attention.self.dropout")}
     assert called[1] == called[0] - inside
 
 
@@ -76,15 +91,21 @@ def test_copies_compute_the_same(key: str, how: str) -> None:
     assert torch.equal(others[0], expected[0]) and torch.equal(others[1], expected[1])
 
 
-@pytest.mark.parametrize("key", USABLE)
-@pytest.mark.parametrize("listed", ["before", "after"])
-def test_beside_everything_that_pays_it_matches_float64(key: str, listed: str) -> None:
+def beside_all_that_pays(key: str, listed: str) -> list[SpeedUp]:
+    """All of `cpu/fastest_fp32` that `key` does not contradict (in float32, so that tolerances are narrow)."""
+    own = make(key)
+    company = [other for other in load_recipe("cpu/fastest_fp32").algorithms() if conflict([other, own]) is None]
+    return [own, *company] if listed == "before" else [*company, own]
+
+
+@pytest.mark.parametrize("key", [key for key in USABLE if key not in DATA_KEYS])
+def test_beside_everything_that_pays_it_matches_float64(key: str) -> None:
     head, dtype = case(key).head, case(key).dtype
-    everything = load_recipe("cpu/fastest_fp32").algorithms()  # in float32, so that the tolerance is narrow
-    company = [other for other in everything if conflict([other, make(key)]) is None]
     model = bert(head)
     reference = copy.deepcopy(model).double()
-    install([make(key), *company] if listed == "before" else [*company, make(key)], model, head)
+    algorithms = beside_all_that_pays(key, "before")
+    install(algorithms, model, head)
+    assert algorithms[0].evidence["changed"] > 0
     data = batch(head)
     loss, grads = forward_and_gradients(model, data)
     expected_loss, expected = forward_and_gradients(reference, data)
@@ -92,7 +113,19 @@ def test_beside_everything_that_pays_it_matches_float64(key: str, listed: str) -
     assert ((grads - expected).norm() / expected.norm()).item() <= tolerance(dtype)
 
 
-@pytest.mark.parametrize("key", [key for key in USABLE if registry.speedup_class(key).stage is Stage.DATA])
+@pytest.mark.parametrize("key", USABLE)
+def test_beside_everything_that_pays_it_trains_alike_wherever_it_is_listed(key: str) -> None:
+    head, weights = case(key).head, []
+    for listed in ("before", "after"):
+        model = bert(head, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        with trainer(beside_all_that_pays(key, listed), model, head) as made:
+            made.fit()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights) and not torch.equal(weights[0], start)
+
+
+@pytest.mark.parametrize("key", DATA_KEYS)
 def test_what_is_about_batches_leaves_the_model_alone(key: str) -> None:
     model = bert(case(key).head)
     before = [type(m) for m in model.modules()]

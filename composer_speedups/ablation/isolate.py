@@ -69,12 +69,18 @@ class Outcome:
 class ServerEnded(UserError, RuntimeError):
     """The process that starts the runs ended by itself, or was killed, twice."""
 
-    def __init__(self, output: str) -> None:
+    def __init__(self, code: int | None, output: str) -> None:
+        killed = code is not None and code < 0
+        how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with exit code {code}"
         last = output.strip().splitlines()[-1:]
         super().__init__(
-            "the process that starts the runs was ended from outside, twice: is there enough memory? The same command "
-            "goes on from here." + "".join(f" Its last words: {line}" for line in last)
+            f"the process that starts the runs {how}, twice{': is there enough memory?' if killed else '.'} The same "
+            "command goes on from here." + "".join(f" Its last words: {line}" for line in last)
         )
+
+
+class _Gone(Exception):
+    """The process that starts the runs does not answer."""
 
 
 class Isolation:
@@ -197,19 +203,21 @@ class Isolation:
         return outcome
 
     def _launch(self, descriptors: list[int], tick: Callable[[], None] | None) -> int:
-        ended = False
+        ended = sys.platform != "linux"  # elsewhere a run may outlive the server that has just started it
         for _ in range(3):  # once more if the server may not fork, and once more if somebody killed it
+            self.start()
+            server, log = self._server, self._server_log
+            assert server is not None and log is not None
             try:
-                self.start()
                 if not self._wait_ready(tick):
                     continue
-                socket.send_fds(self._connection(), [b"run"], descriptors)
+                self._send(b"run", descriptors)
                 reply = self._receive(tick)
-            except ConnectionError:
-                output = "" if self._server_log is None else _tail(self._server_log)
+            except _Gone:
+                output = _tail(log)
                 self.close()
                 if ended:
-                    raise ServerEnded(output) from None
+                    raise ServerEnded(server.returncode, output) from None
                 ended = True
                 continue
             if "pid" in reply:
@@ -246,10 +254,19 @@ class Isolation:
         while not select.select([self._connection()], [], [], _TICK)[0]:
             if tick is not None:
                 tick()
-        data = self._connection().recv(MESSAGE_LIMIT)
+        try:
+            data = self._connection().recv(MESSAGE_LIMIT)
+        except ConnectionError as error:
+            raise _Gone from error
         if not data:
-            raise ConnectionResetError("the process that starts runs is gone")
+            raise _Gone
         return pickle.loads(data)
+
+    def _send(self, word: bytes, descriptors: list[int]) -> None:
+        try:
+            socket.send_fds(self._connection(), [word], descriptors)
+        except ConnectionError as error:
+            raise _Gone from error
 
 
 class _Watch:

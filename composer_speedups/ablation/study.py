@@ -374,8 +374,9 @@ class _Work:
         }
         try:
             outcome = self.isolation.run(payload, timeout=self._time_limit(), report=display.progress, tick=tick)
-        except BaseException:
-            self.store.finish(run, "interrupted", "stopped by the user", None, "")
+        except BaseException as error:
+            why = str(error) if isinstance(error, UserError) else "stopped by the user"
+            self.store.finish(run, "interrupted", why, None, "")
             raise
         status, reason = _judged(outcome)
         if status == "timeout" and self.settings.until is not None and time.monotonic() >= self.settings.until:

@@ -91,9 +91,9 @@ def sentence(rows: Sequence[Row]) -> str:
         why = f": {base['reason']}" if base and base["reason"] else ""
         return f"No verdict: the baseline has no finished run{why}."
     measured = [row for row in rows if row["seeds"] and not row.get("baseline") and row["speedup"] is not None]
-    if not measured and any(row["seeds"] for row in rows if row is not base):
-        mend = " The same command with --retry makes failed runs again." if base.get("failed") else ""
-        return f"No verdict: no other recipe has a finished run with a seed of the baseline's.{mend}"
+    others = [row for row in rows if row["seeds"] and row is not base]
+    if others and not any({*row["seeds"]} & {*base["seeds"]} for row in others):
+        return "No verdict: no other recipe has a finished run with a seed of the baseline's."
     if not measured:
         return "No verdict: only the baseline has been measured."
     names = dict(zip((row["recipe"] for row in rows), short_names([row["recipe"] for row in rows]), strict=True))

@@ -112,6 +112,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _fork(connection: socket.socket, wake: tuple[int, int], descriptors: list[int]) -> int:
+    server = os.getpid()
     pid = os.fork()
     if pid:
         return pid
@@ -121,7 +122,7 @@ def _fork(connection: socket.socket, wake: tuple[int, int], descriptors: list[in
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()  # its own group: Ctrl-C in the terminal does not reach it, and one kill ends all of it
-        _die_with_parent()
+        _die_with(server)
         connection.close()
         for descriptor in wake:
             os.close(descriptor)
@@ -216,13 +217,13 @@ def _kill_group(pid: int) -> None:
         return
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     """Ask Linux to kill this process when its parent, which has one thread, dies."""
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     except (OSError, AttributeError):
         return
-    if os.getppid() == 1:
+    if os.getppid() != parent:  # it has died before it was asked
         os._exit(os.EX_SOFTWARE)
 
 

@@ -13,9 +13,9 @@ width on keys and values: about ten twelfths of the last layer go.
 transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM, token
 classification, question answering) and bare encoders have nothing to leave out: the report says so.
 `output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself (but not
-with gradient checkpointing and gradients); while the classifier runs, its `last_hidden_state` is [rows, 1, width]. A
-hook on the last layer's attention computes the whole layer, too; others there see one token a row. Goes together with
-`Unpadding`.
+with gradient checkpointing and gradients); while the classifier runs, its `last_hidden_state` is [rows, 1, width]. With
+a hook on the last layer's attention (Composer sets some to look for a microbatch size under FSDP) it is computed whole,
+too; hooks on what follows it see one token a row. Goes together with `Unpadding`.
 
 Source: computing the last layer for [CLS] alone, as in several BERT inference servers.
 """
@@ -113,21 +113,22 @@ class _Owner:
         try:
             return super().forward(*args, **kwargs)
         finally:
-            stack.asked_for_first = False
+            stack.asked_for_first = None
 
 
 class _Stack:
     """Mixed into the stack of layers: called on anybody's behalf but the classifier's, it computes all tokens."""
 
-    asked_for_first = False
+    asked_for_first: bool | None = None  # by the classifier, while it runs
 
     def forward(self, *args: Any, **kwargs: Any):
         layer, asked = self.layer[-1], self.asked_for_first
-        before, layer.first_only = layer.first_only, asked
+        before, layer.first_only = layer.first_only, bool(asked)
         try:
             return super().forward(*args, **kwargs)
         finally:  # what the classifier asked for holds when its call is over: checkpointing runs the layer again
-            layer.first_only = asked or before
+            if asked is None:
+                layer.first_only = before
 
 
 class _FirstOnly:

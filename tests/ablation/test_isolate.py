@@ -36,12 +36,12 @@ def test_killed_again_and_again_is_one_line(isolation) -> None:
             kill(isolation)
 
     kill(isolation)
-    with pytest.raises(ServerEnded, match=r"^the process .* memory\?.* goes on from here\.$"):
+    with pytest.raises(ServerEnded, match=r"^the process .* killed by SIGKILL, twice: .* memory\? .* here\.$"):
         isolation.run(WELL, timeout=60, tick=always)
 
 
 def test_its_last_words_are_told(isolation) -> None:
     isolation.close()
     isolation.preload = ("ends_by_itself",)
-    with pytest.raises(ServerEnded, match=r"Its last words: enough$"):
+    with pytest.raises(ServerEnded, match=r"ended with exit code 3, twice\. .* Its last words: enough$"):
         isolation.run(WELL, timeout=60)

@@ -115,6 +115,20 @@ def test_a_hook_on_its_attention_sees_all_tokens(place: str, unpadded: bool) -> 
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_hook_for_one_step_of_several_with_checkpointing(reentrant: bool) -> None:
+    stock = make().train()
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    inputs, attention = batch(), fast.bert.encoder.layer[-1].attention
+    compare(stock, fast, inputs)
+    handle = attention.register_forward_hook(lambda *_: None)
+    compare(stock, fast, inputs)
+    handle.remove()
+    compare(stock, fast, inputs)
+
+
 @pytest.mark.parametrize("unpadded", [False, True])
 def test_hidden_states_and_attentions_are_whole(unpadded: bool) -> None:
     stock = make(attention="eager")
