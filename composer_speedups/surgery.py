@@ -18,6 +18,7 @@ import torch
 
 __all__ = [
     "hooked",
+    "hooked_inside",
     "mix_in",
     "override_methods",
     "overrides",
@@ -213,3 +214,8 @@ def hooked(module: torch.nn.Module) -> bool:
     """Whether somebody listens to `module`, so that it must be called and not be worked around."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
+
+
+def hooked_inside(module: torch.nn.Module) -> bool:
+    """Whether somebody listens to a part of `module`."""
+    return any(hooked(part) for part in module.modules() if part is not module)

@@ -16,8 +16,8 @@ lengths recompile. Few lengths come from the data: `padding: longest` with `pad_
 
 **Needs.** For Inductor a C++ compiler and Python's headers on CPU; Triton, a C compiler and compute capability
 7.0 on CUDA. A `cache_dir` holds code that is loaded and run: point it only to folders that you trust. It is
-set for the whole process. `copy.deepcopy` of a compiled module is eager again. On a machine without a GPU the first
-compilation is made shorter: see `inductor_cpp.py`.
+set for the whole process. `copy.deepcopy` of a compiled module is eager again. Blocks with a hook in them stay as they
+are; PyTorch does not see hooks set later. Without a GPU the first compilation is made shorter: `inductor_cpp.py`.
 
 The evidence counts graphs, graph breaks, recompiles, seconds and cache hits.
 
@@ -41,7 +41,7 @@ from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, prepare_inductor, use_cache
 from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import repeated_blocks
+from composer_speedups.surgery import hooked_inside, repeated_blocks
 
 __all__ = ["TorchCompile", "apply_torch_compile"]
 
@@ -74,7 +74,9 @@ def apply_torch_compile(
     _check(scope, backend, mode, dynamic, fullgraph, cache_dir)
     if _is_compiled(model):
         return 0
-    targets = repeated_blocks(model) if scope == "block" else _callables(model)
+    # Blocks share code, which would call the hooks of the block that it was compiled for.
+    blocks = [block for block in repeated_blocks(model) if not hooked_inside(block)]
+    targets = blocks if scope == "block" else _callables(model)
     if cache_dir is not None:
         use_cache(cache_dir)
     if targets and backend == "inductor":
@@ -134,7 +136,7 @@ class TorchCompile(SpeedUp):
         _refuse_compile_config(state.model)
         self._since, self._warned = compile_counters(), False
         arguments = {name: getattr(self, name) for name in self.parameters()}
-        nothing = "no ModuleList or Sequential of equal blocks in the model. Use scope='model'"
+        nothing = "no ModuleList or Sequential of equal blocks without hooks in them. Use scope='model'"
         if _is_compiled(state.model):
             nothing = "a part of the model is compiled already"
         count = apply_torch_compile(state.model, **arguments)

@@ -58,6 +58,16 @@ def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[t
     return outputs.logits.detach(), [p.grad for p in model.parameters()]
 
 
+@pytest.mark.parametrize("place", ["0.output", "1.output", "1.attention.self.value"])
+def test_a_hook_in_one_block_is_called_for_that_block_alone(place: str) -> None:
+    model, seen = bert(num_hidden_layers=3), []
+    model.bert.encoder.layer.get_submodule(place).register_forward_hook(lambda *_: seen.append(place))
+    assert apply_torch_compile(model, scope="block", backend="aot_eager") == 2
+    before = compile_counters()
+    gradients(model, padded_batch())
+    assert seen == [place] and compile_statistics(before)["graphs"] == 1
+
+
 @pytest.mark.parametrize(("scope", "modules"), [("model", 1), ("block", 2)])
 def test_matches_float64(scope: str, modules: int) -> None:
     model, exact, batch = bert(), bert().double(), padded_batch()
