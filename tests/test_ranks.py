@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract import USABLE, case
+from filelock import FileLock
 from ranks_worker import PLAIN, train
 
 from composer_speedups import registry
@@ -35,27 +36,38 @@ def environment(**extra: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def on_two_ranks(request, tmp_path_factory):
     """All speed-ups that are to be tested, under DDP and FSDP2, in one pair of processes: starting it takes as long as
-    20 trainings."""
-    folder = tmp_path_factory.mktemp("ranks")
+    20 trainings. pytest's workers share it, as each has some of the tests."""
     items = [item for item in request.session.items if "on_two_ranks" in getattr(item, "fixturenames", ())]
     asked = {item.callspec.params["key"] for item in items}
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += [str(TESTS / "ranks_worker.py"), str(folder), *(key for key in KEYS if key in asked)]
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(words, env=environment(), stdout=log, stderr=log)
-        try:
-            code = process.wait(500)
-        finally:
-            if process.poll() is None:
-                process.terminate()  # torchrun ends its ranks
-                process.wait(30)
-    assert code == 0, (folder / "log").read_text()[-3000:]
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ranks"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            code = train_on_two_ranks(folder, [key for key in KEYS if key in asked])
+            (folder / "code").write_text(str(code))
+    # Where there is no code, another worker's test has told why.
+    assert (folder / "code").read_text() == "0", (folder / "log").read_text()[-3000:]
     results = {}
     for strategy in ("ddp", "fsdp2"):
         results[strategy] = json.loads((folder / strategy).read_text())
         for key, weights in torch.load(folder / f"{strategy}.pt").items():
             results[strategy][key]["weights"] = weights
     return results
+
+
+def train_on_two_ranks(folder: Path, keys: list[str]) -> int:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(
+            [*words, str(TESTS / "ranks_worker.py"), str(folder), *keys], env=environment(), stdout=log, stderr=log
+        )
+        try:
+            return process.wait(500)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+                process.wait(30)
 
 
 @pytest.fixture(scope="module")
