@@ -134,7 +134,7 @@ def _tuned(
 ) -> tuple[list[Recipe], str]:
     """The rows with a batch and a learning rate of their own; what was tuned before is taken from its file."""
     from composer_speedups.tuning import rows
-    from composer_speedups.tuning.tune import Settings
+    from composer_speedups.tuning.settings import Settings
 
     settings = Settings(samples=samples, timeout=timeout * 60)
     found = rows.tune_rows(recipes, baseline, folder / "recipes", settings, command=command, console=console)
@@ -149,7 +149,7 @@ def _say_tuning(recipes: list[Recipe], folder: Path, samples: int, found: Findin
     from composer_speedups import hardware
     from composer_speedups.ablation.estimate import duration
     from composer_speedups.tuning.rows import expected_tuning
-    from composer_speedups.tuning.tune import Settings
+    from composer_speedups.tuning.settings import Settings
 
     skipped = {run.recipe for run in found.runs if run.status == "skipped"}
     rows = [recipe for recipe in recipes if recipe.name not in skipped]

@@ -117,8 +117,8 @@ def _class_name(key: str) -> str:
 
 
 def _show(found: Recommendation, console: Console) -> None:
-    from composer_speedups.ablation.tables import notes
     from composer_speedups.ablation.terminal import terminal_table
+    from composer_speedups.ablation.words import notes
 
     def say(text: str, **style: Any) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True, **style)

@@ -48,7 +48,7 @@ def tune(
     from composer_speedups.ablation.terminal import make_console
     from composer_speedups.recipes import load_recipe
     from composer_speedups.termination import stop_on_termination
-    from composer_speedups.tuning.tune import Settings
+    from composer_speedups.tuning.settings import Settings
     from composer_speedups.tuning.tune import tune as run
     from composer_speedups.tuning.written import extends_as
 

@@ -34,8 +34,10 @@ from composer_speedups.tuning.batch import Tried, fastest, largest
 from composer_speedups.tuning.evidence import batch_reason
 from composer_speedups.tuning.record import Record, RecordError
 from composer_speedups.tuning.rows import expected_tuning, tune_rows
+from composer_speedups.tuning.search import _same_samples
+from composer_speedups.tuning.settings import Settings
 from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, starting_size
-from composer_speedups.tuning.tune import Settings, _same_samples, record_path, tune
+from composer_speedups.tuning.tune import record_path, tune
 
 
 @pytest.fixture(scope="module")
@@ -505,12 +507,12 @@ def test_the_rules_rate_stays_where_noise_speaks_for_another(tmp_path: Path, mon
 def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path, isolation: Isolation, monkeypatch):
     out = tmp_path / "x.yaml"
 
-    class Slow(tune_module._Session):
+    class Slow(tune_module.Tries):
         def __init__(self, *arguments: object) -> None:
             super().__init__(*arguments)
             out.write_text("theirs\n")
 
-    monkeypatch.setattr(tune_module, "_Session", Slow)
+    monkeypatch.setattr(tune_module, "Tries", Slow)
     with pytest.raises(UserError, match=r"x\.yaml exists: add --overwrite"):
         search(out, isolation, rate=False)
     assert out.read_text() == "theirs\n" and list(tmp_path.iterdir()) == [out]

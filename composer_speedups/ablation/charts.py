@@ -10,8 +10,9 @@ from typing import Any
 
 from composer_speedups.ablation.drawing import PARTS, SERIES, Drawing, ticks
 from composer_speedups.ablation.labels import Labels
+from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.store import Run
-from composer_speedups.ablation.tables import flaw, short_names
+from composer_speedups.ablation.words import flaw
 
 __all__ = ["MEMORY", "charts", "pareto", "shares"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, compare_speed
-from composer_speedups.ablation.tables import short_names
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,14 +16,8 @@ from composer_speedups.ablation.report import report_html
 from composer_speedups.ablation.rows import build_rows
 from composer_speedups.ablation.statistics import CONFIDENCE, drift
 from composer_speedups.ablation.store import Run, Store
-from composer_speedups.ablation.tables import (
-    conditions,
-    csv_table,
-    drift_lines,
-    latex_table,
-    markdown_table,
-    sentence,
-)
+from composer_speedups.ablation.tables import csv_table, latex_table, markdown_table
+from composer_speedups.ablation.words import conditions, drift_lines, sentence
 from composer_speedups.hardware import same_machine
 
 __all__ = ["Findings", "findings", "write_all"]

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from composer_speedups.ablation.charts import MEMORY, shares
 from composer_speedups.ablation.drawing import Drawing
+from composer_speedups.ablation.names import marked_names, short_names
 from composer_speedups.ablation.statistics import CONFIDENCE
-from composer_speedups.ablation.tables import COLUMNS, cell, marked_names, notes, short_names
+from composer_speedups.ablation.tables import COLUMNS, cell
+from composer_speedups.ablation.words import notes
 
 if TYPE_CHECKING:
     from composer_speedups.ablation.output import Findings

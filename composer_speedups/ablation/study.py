@@ -17,13 +17,14 @@ from composer_speedups.ablation.aside import STORE, copied_aside
 from composer_speedups.ablation.estimate import duration, expected_seconds, remaining_seconds
 from composer_speedups.ablation.isolate import Isolation, Outcome
 from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.output import Findings, findings, write_all
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.progress import Display
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import DONE, LEASE_SECONDS, Run, Store, StoreError
-from composer_speedups.ablation.tables import notes, short_names
 from composer_speedups.ablation.terminal import make_console, terminal_table
+from composer_speedups.ablation.words import notes
 from composer_speedups.errors import UserError
 
 __all__ = ["TIMEOUT", "Entries", "Settings", "Study", "StudyResult", "plan_study", "run_study", "show_findings"]

@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.ablation.names import marked_names
 from composer_speedups.ablation.statistics import CONFIDENCE
-from composer_speedups.ablation.tables import cell, marked_names
+from composer_speedups.ablation.tables import cell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +46,7 @@ def make_console() -> Console:
 
 
 def terminal_table(rows: Sequence[Mapping[str, Any]], width: int = WIDTH) -> Table:
-    """The table for a terminal of `width` columns; reasons and notes are in `tables.notes`.
+    """The table for a terminal of `width` columns; reasons and notes are in `words.notes`.
 
     Columns that are empty in every row are left out, then as many as it takes for the names to keep their words.
     """

@@ -16,7 +16,10 @@ from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plans import WITHOUT
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import NothingFits, RecipeError, SpeedUpUnavailable, UserError
-from composer_speedups.tuning.tune import ENTRIES, START, TRIES, Settings, tune
+from composer_speedups.tuning.search import BATCH_TRIES
+from composer_speedups.tuning.settings import Settings
+from composer_speedups.tuning.tries import ENTRIES
+from composer_speedups.tuning.tune import START, tune
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -104,7 +107,7 @@ def expected_tuning(
         hardware: `cpu` or `cuda`.
     """
     left = [recipe for recipe in recipes if not _path(folder, recipe).exists()]
-    total = len(left) * (TRIES + 2 * settings.trials) * START
+    total = len(left) * (BATCH_TRIES + 2 * settings.trials) * START
     for recipe in left:
         per_sample = seconds_per_sample(recipe.to_dict(), peaks, hardware)
         if per_sample is None:

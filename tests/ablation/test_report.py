@@ -21,8 +21,9 @@ from composer_speedups.ablation.compare import compare, comparison_table, differ
 from composer_speedups.ablation.output import Findings, write_all
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.store import Store
-from composer_speedups.ablation.tables import latex_table, notes, sentence
+from composer_speedups.ablation.tables import latex_table
 from composer_speedups.ablation.terminal import terminal_table
+from composer_speedups.ablation.words import notes, sentence
 from composer_speedups.cli import main
 
 HOSTILE = "set/</script><img src=x onerror=alert(1)>&@TABLE@"

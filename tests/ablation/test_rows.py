@@ -9,7 +9,8 @@ from composer_speedups.ablation.charts import _speeds, charts
 from composer_speedups.ablation.rows import REGROUPING, build_rows
 from composer_speedups.ablation.statistics import Drift
 from composer_speedups.ablation.store import Run
-from composer_speedups.ablation.tables import cell, csv_table, drift_lines, latex_table, markdown_table, notes, sentence
+from composer_speedups.ablation.tables import cell, csv_table, latex_table, markdown_table
+from composer_speedups.ablation.words import drift_lines, notes, sentence
 from composer_speedups.speedup import Stage
 
 

@@ -1,0 +1,48 @@
+"""What a search is asked for: its goal, its budget, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from composer_speedups.errors import UserError
+
+__all__ = ["GOALS", "SAMPLES", "Settings"]
+
+GOALS = ("largest", "fastest")
+SAMPLES = 16_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is searched, and with how much effort.
+
+    Attributes:
+        batch: search the batch.
+        rate: search the learning rate; without it, the scaling rule gives it.
+        constant: keep the effective batch, and search the microbatch instead (gradient accumulation).
+        samples: that may be trained in all, to find the fastest batch and the learning rate.
+        trials: learning rates, at most.
+        memory_limit: bytes; None is most of what the machine has.
+        goal: `largest` batch that fits or `fastest`; None is the largest on a GPU, the fastest without.
+        timeout: seconds that one try may take.
+    """
+
+    batch: bool = True
+    rate: bool = True
+    constant: bool = False
+    samples: int = SAMPLES
+    trials: int = 8
+    memory_limit: int | None = None
+    goal: str | None = None
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not self.batch and not self.rate:
+            raise UserError("nothing to tune: use --batch, --lr, or both")
+        for name, value in (("--samples", self.samples), ("--trials", self.trials), ("--timeout", self.timeout)):
+            if not value > 0:
+                raise UserError(f"{name} must be positive, got {value:g}")
+        if self.memory_limit is not None and self.memory_limit <= 0:
+            raise UserError(f"--memory-limit must be positive, got {self.memory_limit}. Write e.g. --memory-limit 8GB")
+        if self.goal is not None and self.goal not in GOALS:
+            raise UserError(f"--goal must be largest or fastest, got {self.goal!r}")

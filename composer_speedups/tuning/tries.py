@@ -1,0 +1,183 @@
+"""Tries of a search: each a short training in a fresh process, made once, and recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups.ablation.estimate import seconds_per_sample
+from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.ablation.rows import REGROUPING, precision
+from composer_speedups.ablation.study import Entries
+from composer_speedups.errors import SpeedUpUnavailable, UserError
+from composer_speedups.hardware import hardware
+from composer_speedups.recipe_schema import in_samples
+from composer_speedups.tuning.progress import Display
+from composer_speedups.tuning.record import Record
+from composer_speedups.tuning.settings import Settings
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["ENTRIES", "Tries"]
+
+ENTRIES = Entries(
+    train="composer_speedups.tuning.jobs:trial",
+    survey="composer_speedups.tuning.jobs:survey",
+    preload=(*PRELOAD, "composer_speedups.tuning.jobs"),
+)
+_SHARE = {"cpu": 0.8, "cuda": 0.95}  # of the memory there is, where no limit is given
+_VARYING = 0.85  # on a GPU, where batches differ in tokens: the fullest one need not be among those tried
+
+
+class Tries:
+    """Look at the machine, in a process of its own, for tries of `recipe` on it.
+
+    Args:
+        recipe: the one that is tuned.
+        settings: see there; its limits hold for each try.
+        isolation: what makes the processes.
+        entries: what runs in them.
+
+    Attributes:
+        facts: of the machine.
+        samples: that the recipe's task has for training.
+        predicted: batch size -> peak of memory in bytes, as `memory.py` has it; empty where it is not known.
+        seconds_per_sample: as the matmul peak suggests; 0 where that is not known.
+        cuda: whether tries run on a GPU.
+        limit: bytes that a try may take; None where the machine's memory is not known.
+
+    Raises:
+        SpeedUpUnavailable: the recipe cannot run on this machine.
+        UserError: the recipe is wrong, or the machine could not be looked at.
+    """
+
+    def __init__(self, recipe: Recipe, settings: Settings, isolation: Isolation, entries: Entries) -> None:
+        self.recipe, self.settings, self.isolation = recipe, settings, isolation
+        kind = hardware()
+        wanted = precision(recipe.to_dict(), kind)
+        payload = {"recipe": recipe, "peaks": {recipe.name: wanted}}
+        outcome = isolation.run(payload, timeout=1200, entry=entries.survey)
+        if outcome.value is None:
+            raise UserError(f"cannot look at this machine: {outcome.reason}\n{outcome.log}".strip())
+        answer = outcome.value
+        if answer["error"]:
+            raise UserError(answer["error"])
+        if answer["skip"]:
+            raise SpeedUpUnavailable(f"{recipe.name} cannot run here: {next(iter(answer['skip'].values()))}")
+        self.facts: dict[str, Any] = answer["environment"]
+        self.samples: int = answer["samples"]
+        self.predicted = {int(size): peak for size, peak in answer["memory"].items()}
+        self.seconds_per_sample = seconds_per_sample(recipe.to_dict(), answer["peaks"], kind) or 0.0
+        self.cuda = self.facts["hardware"] == "cuda"
+        self.limit = settings.memory_limit or self._whole_memory()
+
+    def begin(self, record: Record, display: Display) -> None:
+        """From here on tries are kept in `record`, and shown on `display`."""
+        self.record, self.display = record, display
+
+    def own_samples(self) -> int:
+        """Samples of the recipe's own duration."""
+        return in_samples(self.recipe.duration, self.samples, self.recipe.batch_size)
+
+    def once(self, what: dict[str, Any], label: str, recipe: Recipe, rate: float, steps: int) -> dict[str, Any]:
+        """What came of the try `what`: from the record, or made now and recorded, if it would end the same way again.
+
+        What need not end so again is left out: a mistake may be mended, a full disk emptied, and a kill may have been
+        anybody's. The same command then tries it again.
+        """
+
+        def lasting(trial: dict[str, Any]) -> bool:
+            if trial["status"] == "timeout":  # under a longer limit it may end well
+                return trial["allowed"] >= self.settings.timeout
+            return trial["status"] not in ("failed", "skipped") and not trial.get("killed")
+
+        known = [trial for trial in self.record.find(**what) if lasting(trial)]
+        if known:
+            return known[-1]
+        trial = what | {"steps": steps} | self._try(label, recipe, rate, steps)
+        return self.record.add(trial) if lasting(trial) else trial
+
+    def _try(self, label: str, recipe: Recipe, rate: float, steps: int) -> dict[str, Any]:
+        """Train `steps` steps in a fresh process; what came of it, for the record."""
+        plain = recipe.to_dict() | {
+            "learning_rate": rate,
+            "duration": f"{steps}ba",
+            "evaluate": False,
+            "loggers": {},
+            "published": None,
+        }
+        plain["schedule"] = plain["schedule"] | {"warmup": self._warmup()}
+        self.display.start(label)
+        outcome = self.isolation.run(
+            {
+                "recipe": plain,
+                "seed": recipe.seed,
+                "memory_limit": self.limit,
+                "device_limit": self.settings.memory_limit,
+            },
+            timeout=self.settings.timeout,
+            report=self.display.progress,
+            tick=self.display.tick,
+        )
+        value = outcome.value if isinstance(outcome.value, dict) else {}
+        status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
+        if status == "interrupted":
+            raise KeyboardInterrupt
+        if outcome.killed and not self.cuda:
+            # The kernel counts the processes that it kills, and `isolate` looks there; earlyoom and its like do not.
+            status = "out_of_memory"
+        peak = value.get("peak_memory_bytes")
+        if status == "ok" and self.limit and peak and peak > self.limit:
+            status, reason = "over_limit", f"{peak / 1e9:.2f} GB"
+        losses = [loss for loss in value.get("losses") or [] if loss is not None]
+        tail = losses[-max(1, len(losses) // 4) :] if value.get("finite", True) else []
+        loss = sum(tail) / len(tail) if tail else None
+        result = {
+            "status": status,
+            "reason": " ".join(str(reason).split()),
+            "samples_per_second": value.get("samples_per_second"),
+            "peak_memory_bytes": peak,
+            "loss": loss,
+            "first": sum(losses[:3]) / len(losses[:3]) if losses else None,
+            "tail": [round(one, 5) for one in tail],
+            "seconds": round(outcome.seconds, 2),
+            "allowed": self.settings.timeout,
+            "overlapped": not outcome.alone,
+            "killed": outcome.killed,
+        }
+        facts = [f"{outcome.seconds:.1f} s"]
+        if result["samples_per_second"]:
+            facts.append(f"{result['samples_per_second']:.4g} samples/s")
+        if peak:
+            facts.append(f"{peak / 1e6:,.0f} MB")
+        if result["loss"] is not None:
+            facts.append(f"loss {result['loss']:.4f}")
+        elif status == "ok":
+            facts.append("the loss was not finite")
+        if not outcome.alone:
+            facts.append("beside other work")
+        words = "" if status == "ok" else f"{status.replace('_', ' ')}: {result['reason']}; "
+        self.display.say(f"  {label}, {steps} steps: {words}{', '.join(facts)}")
+        return result
+
+    def _whole_memory(self) -> int | None:
+        """The memory that a try may take where the user sets no limit."""
+        if self.cuda:
+            varying = self.recipe.task.padding != "max_length" or (
+                self.recipe.speedups.keys() & {"unpadding", *REGROUPING}
+            )
+            total = min((gpu["memory_bytes"] for gpu in self.facts["gpus"]), default=None)
+            share = _VARYING if varying else _SHARE["cuda"]
+        else:
+            total, share = self.facts.get("memory_bytes"), _SHARE["cpu"]
+        return None if total is None else round(share * total)
+
+    def _warmup(self) -> str:
+        """The recipe's warm-up as a share of a training: counted in batches, it would outlast a try."""
+        warmup = self.recipe.schedule.warmup
+        if warmup.endswith("dur"):
+            return warmup
+        samples = in_samples(warmup, self.samples, self.recipe.batch_size)
+        # A share is below 1: such a training is warm-up to its end.
+        return f"{min(0.999999, samples / self.own_samples()):.6f}dur"
