@@ -9,8 +9,8 @@ and the scale is exact for the rounded one, so the expectation is that of the in
 dropped NaN or infinity becomes 0, where PyTorch makes it NaN. Keys come from PyTorch's default generator, one
 draw a call: seeds, resumption and gradient checkpointing repeat bit for bit, whatever the number of threads.
 
-**When it pays.** On the CPU, for every model with dropout: 0.6 ms where PyTorch takes 13.0, for 6,144 x 256 in bf16,
-forward and backward (`benchmarks/results/2026-11-21_cpu_limits`). On CUDA PyTorch's dropout is one fused kernel
+**When it pays.** On the CPU, for every model with dropout: 0.5 ms where PyTorch takes 12.2, for 6,144 x 256 in bf16,
+forward and backward (`benchmarks/results/2026-11-23_cpu_limits_2`). On CUDA PyTorch's dropout is one fused kernel
 already. Dropout inside `scaled_dot_product_attention` is not a module and stays PyTorch's: `Unpadding` has its own
 attention.
 

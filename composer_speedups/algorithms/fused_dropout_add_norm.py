@@ -11,8 +11,8 @@ autocast the result differs from PyTorch's by float32 rounding. Masks are those 
 is dropped, the scale is exact for it; keys come from PyTorch's generator of the device, so that seeds and gradient
 checkpointing repeat bit for bit. A dropped NaN or infinity becomes 0. Gradients are summed in a fixed order.
 
-**When it pays.** On the CPU in bf16: 1.8 ms where PyTorch takes 14.6, and `FastDropout` with `LowPrecisionNorm` 3.2,
-for 6,144 x 256, forward and backward (`benchmarks/results/2026-11-21_cpu_limits`); less in float32. On CUDA by
+**When it pays.** On the CPU in bf16: 1.5 ms where PyTorch takes 13.7, and `FastDropout` with `LowPrecisionNorm` 2.6,
+for 6,144 x 256, forward and backward (`benchmarks/results/2026-11-23_cpu_limits_2`); less in float32. On CUDA by
 arithmetic, in eager mode: 8 passes over the activations instead of 15, and 4 launches instead of 6 or more; not
 measured yet. Under `TorchCompile` Inductor fuses the forward pass as well, and launches these kernels itself on CUDA;
 what is saved there are the stored mask and the second pass for the gradients of weight and bias.
