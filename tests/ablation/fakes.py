@@ -50,6 +50,10 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     }
 
 
+def survey_without_tf32(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    return survey(payload, report) | {"skip": {"demo/tf32": "needs a thing: install it"}}
+
+
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     recipe, seed = {"does": "well", "seconds": 0.0, "diary": None} | payload["recipe"], payload["seed"]
     print(f"{recipe['name']} begins")

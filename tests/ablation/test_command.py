@@ -55,6 +55,12 @@ def test_failed_runs_are_made_again_if_asked(monkeypatch: pytest.MonkeyPatch, ca
     assert "--retry" not in capsys.readouterr().out
 
 
+def test_what_cannot_run_here_is_not_to_be_retried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(study, "Entries", lambda: replace(fakes.ENTRIES, survey="fakes:survey_without_tf32"))
+    assert main(["ablate", "demo/fp32", "demo/tf32", "--out", "out"]) == 0
+    assert "needs a thing: install it" in (text := capsys.readouterr().out) and "--retry" not in text
+
+
 def test_a_suite_goes_to_its_own_folder(tmp_path: Path):
     assert main(["ablate", "demo"]) == 0
     found = rows(tmp_path / "runs" / "demo")
