@@ -96,29 +96,28 @@ def sentence(rows: Sequence[Row]) -> str:
             f"the baseline's speed; run 3 seeds or more (--seeds 3) to tell what is real."
         ) + _beside_others(best, base)
     faster = [row for row in measured if row["speed_verdict"] == "faster"]
+    if not faster:
+        return "No recipe was shown to be faster than the baseline."
     # What did nothing, or did not always end well, is not to be recommended, however fast the rest of it was.
     fast = [row for row in faster if not flaw(row)]
     kept = [row for row in fast if row["quality_verdict"] == "quality holds"]
+    best = max(kept or fast or faster, key=lambda row: row["speedup"])
+    name, times = names[best["recipe"]], f"{best['speedup']:.2f} times"
     if kept:
-        best = max(kept, key=lambda row: row["speedup"])
         low, high = best["speedup_interval"]
-        return (
-            f"{names[best['recipe']]} is the fastest whose quality holds: {best['speedup']:.2f} times the "
-            f"baseline's speed ({CONFIDENCE * 100:.0f} % interval {low:.2f} to {high:.2f})."
-        ) + _beside_others(best, base)
-    if fast:
-        best = max(fast, key=lambda row: row["speedup"])
-        return (
-            f"{names[best['recipe']]} is faster, {best['speedup']:.2f} times the baseline's speed, but "
-            f"{quality_words(best).replace('unstable', 'it is unstable')}: {best['quality_note']}."
-        ) + _beside_others(best, base)
-    if faster:
-        best = max(faster, key=lambda row: row["speedup"])
-        return (
-            f"No recipe without a flaw was shown to be faster than the baseline: {names[best['recipe']]} is, "
-            f"{best['speedup']:.2f} times its speed, but {flaw(best)}."
-        ) + _beside_others(best, base)
-    return "No recipe was shown to be faster than the baseline."
+        text = (
+            f"{name} is the fastest whose quality holds: {times} the baseline's speed ({CONFIDENCE * 100:.0f} % "
+            f"interval {low:.2f} to {high:.2f})."
+        )
+    elif fast:
+        quality = quality_words(best).replace("unstable", "it is unstable")
+        text = f"{name} is faster, {times} the baseline's speed, but {quality}: {best['quality_note']}."
+    else:
+        text = (
+            f"No recipe without a flaw was shown to be faster than the baseline: {name} is, {times} its speed, but "
+            f"{flaw(best)}."
+        )
+    return text + _beside_others(best, base)
 
 
 def flaw(row: Row) -> str:

@@ -75,10 +75,8 @@ class Search:
         if self.goal == "largest":
             fixed = 0
             if self.tries.predicted and self.tries.limit:
-                start, fixed = (
-                    starting_size(self.tries.predicted, self.tries.limit, sizes),
-                    round(predicted_line(self.tries.predicted)[0]),
-                )
+                start = starting_size(self.tries.predicted, self.tries.limit, sizes)
+                fixed = round(predicted_line(self.tries.predicted)[0])
             size = batches.largest(self._measure, sizes, start, self.tries.limit, fixed)
         else:
             size = batches.fastest(self._measure, sizes, start, self.tries.limit)
