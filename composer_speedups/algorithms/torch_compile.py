@@ -74,9 +74,10 @@ def apply_torch_compile(
     _check(scope, backend, mode, dynamic, fullgraph, cache_dir)
     if _is_compiled(model):
         return 0
-    # Blocks share code, which would call the hooks of the block that it was compiled for.
-    blocks = [block for block in repeated_blocks(model) if not hooked_inside(block)]
-    targets = blocks if scope == "block" else _callables(model)
+    if scope == "block":  # they share code, which would call the hooks of the block that it was compiled for
+        targets = [block for block in repeated_blocks(model) if not hooked_inside(block)]
+    else:
+        targets = _callables(model)
     if cache_dir is not None:
         use_cache(cache_dir)
     if targets and backend == "inductor":
