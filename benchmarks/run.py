@@ -25,7 +25,7 @@ PARTS: dict[str, tuple[Part, int, int]] = {
     "limits": (limits, 5, 6),
     "growth": (growth, 5, 4),
     "compiling": (compiling, 5, 2),
-    "verdicts": (verdicts, 20, 48),  # A/A studies, steps of a run
+    "verdicts": (verdicts, 6, 48),  # studies, steps of a run
 }
 
 

@@ -1,10 +1,12 @@
 """Are a study's verdicts to be believed? Real trainings whose truth is known.
 
-- A/A: the same recipe under two names, twenty studies of three seeds. It may claim a difference in one of them.
-  That tests the speeds: equal seeds make equal losses, so there is no quality to be wrong about.
-- Planted slow-downs: recipes that sleep for a tenth and for half of each step, five seeds. Whether these can show the
-  first depends on the machine's noise (its interval says so); the second must be found.
-- A planted loss of quality: a recipe whose learning rate is a hundred times what it should be, five seeds.
+Each repetition is a study as users make them, of nine rows and three seeds against one baseline:
+
+- The baseline itself under five other names. Whatever is claimed of these is false. It tests the speeds: equal seeds
+  make equal losses, so there is no quality to be wrong about.
+- Planted slow-downs: recipes that sleep for a tenth and for half of each step. Whether three seeds can show the first
+  depends on the machine's noise (its interval says so); the second must be found.
+- A planted loss of quality: a recipe whose learning rate is a hundred times what it should be.
 
 The machine may do other things meanwhile: that is what a user's does.
 """
@@ -13,14 +15,16 @@ from __future__ import annotations
 
 import io
 import json
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness import begin, markdown, read
+from benchmarks.harness import Rows, begin, markdown, read, spread
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.study import Entries, Settings, Study, run_study
 from composer_speedups.hardware import suite_section
@@ -29,12 +33,12 @@ from composer_speedups.recipes import Recipe, load_recipe
 __all__ = ["measure", "table", "train"]
 
 _SEEDS = (17, 18, 19)
-_PLANTED_SEEDS = (17, 18, 19, 20, 21)
-_AA = "aa_"  # begins the names of studies of a recipe with itself
+_SAME = "the_same"  # begins the names of the baseline's copies
+_COPIES = 5
 _SLEEPS = {"slept_a_tenth": 0.1, "slept_half": 0.5}  # name of the recipe: share of a step
-# name of a study with a planted fault -> in the table
-_WORDS = {name: f"sleeps for {share:.0%} of a step" for name, share in _SLEEPS.items()}
-_WORDS["wild"] = "a hundred times the learning rate"
+_WILD = "wild"
+_WORDS = {_SAME: "the baseline under another name", _WILD: "a hundred times the learning rate"}
+_WORDS |= {name: f"sleeps for {share:.0%} of a step" for name, share in _SLEEPS.items()}
 _QUALITY_LOST = ("unstable", "quality not shown to hold")
 # Small enough for two seconds a run; large enough to learn something in it.
 _SMALL = (
@@ -65,68 +69,72 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> Any:
 
 
 def measure(folder: Path, repetitions: int, batches: int) -> None:
-    """Make `repetitions` A/A studies and the planted ones. `batches` is the steps of a run."""
-    begin(folder, "verdicts", steps=batches)
+    """Make `repetitions` studies. `batches` is the steps of a run."""
+    begin(folder, "verdicts", steps=batches, seeds=len(_SEEDS))
     recipe = "demo/fp32" if suite_section() == "cpu_without_bf16" else "demo/bf16"
     base = load_recipe(recipe, (*_SMALL, f"duration={batches}ba"), check_arguments=False)
-    for number in range(repetitions):
-        _study(folder, f"{_AA}{number:02d}", base, _named(base, "the_same"))
-    for name in _SLEEPS:
-        _study(folder, name, base, _named(base, name), _PLANTED_SEEDS)
-    wild = _named(base, "wild").model_copy(update={"learning_rate": 100 * base.learning_rate})
-    _study(folder, "wild", base, wild, _PLANTED_SEEDS)
+    others = [_named(base, f"{_SAME}_{number}") for number in range(1, _COPIES + 1)]
+    others += [_named(base, name) for name in _SLEEPS]
+    others.append(_named(base, _WILD).model_copy(update={"learning_rate": 100 * base.learning_rate}))
+    for number in range(1, repetitions + 1):
+        _study(folder, f"study_{number:02d}", [_named(base, "base"), *others])
 
 
 def table(folder: Path) -> str:
     found = read(folder)
-    alike = [row for row in found.rows if row["study"].startswith(_AA)]
-    planted = {row["study"]: row for row in found.rows if row not in alike}
-    claims, steps = sum(_claims_a_difference(row) for row in alike), found.conditions["steps"]
-    faults = f"{_planted(planted)} {len(_PLANTED_SEEDS)} seeds each." if planted else "No fault was planted."
+    kinds = {kind: [row for row in found.rows if _kind(row) == kind] for kind in (_SAME, *_SLEEPS, _WILD)}
+    same, steps, seeds = kinds[_SAME], found.conditions["steps"], found.conditions["seeds"]
+    studies = len({row["study"] for row in found.rows})
     heading = (
-        f"{len(alike)} A/A studies of {len(_SEEDS)} seeds claimed a difference {claims} times (in speed: equal seeds "
-        f"make equal losses). {faults} Runs of {steps} steps of a small BERT."
+        f"{studies} studies of nine rows and {seeds} seeds: a difference was claimed {sum(map(_claims, same))} times "
+        f"in {len(same)} comparisons of a recipe with itself. Runs of {steps} steps of a small BERT."
     )
-    return markdown(folder, heading, ("study", "speed-up", "interval", "speed", "quality"), map(_line, found.rows))
+    head = ("row", "comparisons", "speed-up, median [lowest, highest]", "median interval", "speed", "quality")
+    return markdown(folder, heading, head, [_line(kind, rows) for kind, rows in kinds.items()])
 
 
-def _claims_a_difference(row: dict[str, Any]) -> bool:
-    """Whether an A/A study's row says what cannot be true."""
+def _kind(row: dict[str, Any]) -> str:
+    return _SAME if row["recipe"].startswith(_SAME) else row["recipe"]
+
+
+def _claims(row: dict[str, Any]) -> bool:
+    """Whether something is claimed, in speed or quality, that cannot be true of a recipe against itself."""
     return row["speed_verdict"] != "no difference shown" or row["quality_verdict"] in _QUALITY_LOST
-
-
-def _planted(rows: dict[str, dict[str, Any]]) -> str:
-    """Which of the planted faults were found, by name."""
-    found: list[str] = []
-    missed: list[str] = []
-    for name, row in rows.items():
-        slept = name in _SLEEPS
-        right = row["speed_verdict"] == "slower" if slept else row["quality_verdict"] in _QUALITY_LOST
-        wrong = " (called faster)" if slept and row["speed_verdict"] == "faster" else ""
-        (found if right else missed).append(name + wrong)
-    parts = [f"{verb}: {', '.join(names)}" for verb, names in (("found", found), ("NOT found", missed)) if names]
-    return f"Planted faults {'; '.join(parts)}."
 
 
 def _named(recipe: Recipe, name: str) -> Recipe:
     return recipe.model_copy(update={"name": name})
 
 
-def _study(folder: Path, name: str, base: Recipe, other: Recipe, seeds: tuple[int, ...] = _SEEDS) -> None:
-    """Write the row of `other` in a study against `base`."""
-    console = Console(file=io.StringIO())
-    study = Study([_named(base, "base"), other], seeds, folder / "studies" / name, name)
-    result = run_study(study, Settings(inspect=False, entries=_ENTRIES), console=console)
-    row = {"study": name} | next(row for row in result.findings.rows if row["recipe"] == other.name)
+def _study(folder: Path, name: str, recipes: list[Recipe]) -> None:
+    """Write the rows of a study against the first of the recipes."""
+    study = Study(recipes, _SEEDS, folder / "studies" / name, name)
+    result = run_study(study, Settings(inspect=False, entries=_ENTRIES), console=Console(file=io.StringIO()))
     with (folder / "rows.jsonl").open("a") as file:
-        file.write(json.dumps(row, default=str) + "\n")
-    print(*_line(row), sep=" | ", flush=True)
+        for row in result.findings.rows[1:]:
+            file.write(json.dumps({"study": name} | row, default=str) + "\n")
+            print(name, row["recipe"], _ratio(row), row["speed_verdict"], row["quality_verdict"], sep=" | ", flush=True)
 
 
-def _line(row: dict[str, Any]) -> tuple[str, ...]:
-    study = row["study"]
-    name = f"A/A {int(study.removeprefix(_AA)) + 1}" if study.startswith(_AA) else _WORDS[study]
-    interval = row.get("speedup_interval") or ()
-    shown = f"{row['speedup']:.3f}x" if row.get("speedup") else row["status"]
-    between = f"[{', '.join(f'{end:.3f}' for end in interval)}]" if interval else ""
-    return (name, shown, between, row["speed_verdict"], row["quality_verdict"])
+def _ratio(row: dict[str, Any]) -> str:
+    if not row.get("speedup_interval"):
+        return str(row["status"])
+    low, high = row["speedup_interval"]
+    return f"{row['speedup']:.3f}x [{low:.3f}, {high:.3f}]"
+
+
+def _line(kind: str, rows: Rows) -> tuple[str, ...]:
+    intervals = [row["speedup_interval"] for row in rows if row.get("speedup_interval")]
+    low, high = (statistics.median(ends) for ends in zip(*intervals, strict=True)) if intervals else (None, None)
+    return (
+        _WORDS[kind],
+        str(len(rows)),
+        spread([row["speedup"] for row in rows if row.get("speedup")], unit="x"),
+        "" if low is None else f"{low:.2f} to {high:.2f}",
+        _counted(row["speed_verdict"] for row in rows),
+        _counted(row["quality_verdict"] for row in rows),
+    )
+
+
+def _counted(verdicts: Any) -> str:
+    return ", ".join(f"{verdict} ({count})" for verdict, count in Counter(verdicts).most_common())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import compiling, contenders, gpu, growth, harness, limits, peers, run, table  # noqa: E402
+from benchmarks import compiling, contenders, gpu, growth, harness, limits, peers, run, table, verdicts  # noqa: E402
 from composer_speedups import registry  # noqa: E402
 from composer_speedups.errors import UserError  # noqa: E402
 from composer_speedups.hardware import suite_section  # noqa: E402
@@ -247,17 +248,20 @@ MEASURED: dict[str, dict[str, Any]] = {
     },
     "2026-11-22_cpu_compiling_3": {"part": "compiling", "recipe": "cpu/bf16", "layers": 12, "batch": 8},
     "2026-11-22_cpu_peers_4": {"part": "peers", "batches": 8, "precision": "bf16", "peak": 0.915e12},
-    "2026-11-22_cpu_verdicts_planted": {"part": "verdicts", "steps": 48},
 }
 
 
-@pytest.mark.parametrize("name", MEASURED)
+NOTED = [file.parent.name for file in sorted((ROOT / "benchmarks" / "results").glob("*/conditions.json"))]
+
+
+@pytest.mark.parametrize("name", [*MEASURED, *NOTED])
 def test_a_table_is_what_its_rows_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     committed = ROOT / "benchmarks" / "results" / name
-    for file in ("environment.json", "entries.json", "rows.jsonl"):
+    for file in ("environment.json", "conditions.json", "entries.json", "rows.jsonl"):
         if (committed / file).exists():
             shutil.copy(committed / file, tmp_path)
-    harness.begin(tmp_path, **MEASURED[name])
+    if name in MEASURED:
+        harness.begin(tmp_path, **MEASURED[name])
     assert table.main([str(tmp_path)]) == 0
     assert (tmp_path / "plot.png").exists() == (committed / "plot.png").exists()
     made, there = (
@@ -294,6 +298,32 @@ def test_what_was_measured_before_it_was_stopped_has_a_table(
 def test_folders_that_hold_no_benchmark_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{tmp_path} has no conditions.json"):
         table.main([str(tmp_path)])
+
+
+def test_verdicts_are_counted_by_what_was_planted(tmp_path: Path) -> None:
+    fair, lost = ("no difference shown", "quality holds"), ("no difference shown", "unstable")
+    rows = [
+        ("the_same_1", 1.0, [0.9, 1.1], *fair),
+        ("the_same_2", 1.2, [1.1, 1.3], "faster", "quality holds"),
+        ("the_same_3", 1.1, [0.8, 1.2], "no difference shown", "quality not shown to hold"),
+        ("slept_a_tenth", 0.9, [0.8, 1.0], *fair),
+        ("slept_half", 0.7, [0.6, 0.8], "slower", "quality holds"),
+        ("wild", None, None, *lost),
+    ]
+    keys = ("recipe", "speedup", "speedup_interval", "speed_verdict", "quality_verdict")
+    lines = [json.dumps({"study": "study_01", **dict(zip(keys, row, strict=True))}) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "environment.json").write_text(json.dumps(harness.environment(), default=str))
+    harness.begin(tmp_path, "verdicts", steps=48, seeds=3)
+    text = verdicts.table(tmp_path)
+    assert "claimed 2 times in 3 comparisons of a recipe with itself" in text
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    same, tenth, half, wild = cells[2:]
+    assert same[1:4] == ["3", "1.10x [1.00, 1.20]", "0.90 to 1.20"]
+    assert same[4:] == ["no difference shown (2), faster (1)", "quality holds (2), quality not shown to hold (1)"]
+    assert tenth[0] == "sleeps for 10% of a step" and tenth[4] == "no difference shown (1)"
+    assert half[0] == "sleeps for 50% of a step" and half[4] == "slower (1)"
+    assert wild[1:] == ["1", "", "", "no difference shown (1)", "unstable (1)"]
 
 
 # --- Limits ------------------------------------------------------------------------------------------------------

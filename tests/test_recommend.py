@@ -314,30 +314,6 @@ def test_a_screening_judges_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
 
 
-def aa(speed: str = "no difference shown", quality: str = "not judged") -> dict:
-    return {"speed_verdict": speed, "quality_verdict": quality}
-
-
-def test_a_false_claim_of_lost_quality_counts():
-    from benchmarks.verdicts import _claims_a_difference
-
-    assert not _claims_a_difference(aa()) and not _claims_a_difference(aa(quality="quality holds"))
-    assert _claims_a_difference(aa(quality="unstable"))
-    assert _claims_a_difference(aa(quality="quality not shown to hold"))
-    assert _claims_a_difference(aa("faster"))
-
-
-def test_planted_faults_are_named():
-    from benchmarks.verdicts import _planted
-
-    rows = {"slept_a_tenth": aa(), "slept_half": aa("slower"), "wild": aa()}
-    assert _planted(rows) == "Planted faults found: slept_half; NOT found: slept_a_tenth, wild."
-    rows = {"slept_a_tenth": aa("faster"), "slept_half": aa("slower"), "wild": aa(quality="unstable")}
-    assert _planted(rows) == "Planted faults found: slept_half, wild; NOT found: slept_a_tenth (called faster)."
-    rows["slept_a_tenth"] = aa("slower")
-    assert _planted(rows) == "Planted faults found: slept_a_tenth, slept_half, wild."
-
-
 def test_options_of_the_task_need_no_prefix():
     assert _dotted("path=a.csv") == "task.path=a.csv" and _dotted("batch_size=8") == "batch_size=8"
     assert _dotted("task.path=a.csv") == "task.path=a.csv" and _dotted("model.pretrained=false").startswith("model.")
