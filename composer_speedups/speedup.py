@@ -61,12 +61,15 @@ class SpeedUp(Algorithm):
     Attributes:
         stage: when it acts, relative to other speed-ups.
         slot: what it occupies (`"optimizer"`, `"norm"`, ...). Two speed-ups with one slot contradict.
+        for_memory: whether it is there for larger batches or models, and by itself costs time or changes the update.
+            `recommend`, which keeps the batch, does not try it.
         events: events beyond `Event.INIT` on which `on_event` is called.
         evidence: what was changed, filled by `report`; the ablation study shows it beside the speed.
     """
 
     stage: ClassVar[Stage]
     slot: ClassVar[str | None] = None
+    for_memory: ClassVar[bool] = False
     events: ClassVar[frozenset[Event]] = frozenset()
 
     _installed_in: weakref.ref[State] | None = None

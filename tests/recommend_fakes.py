@@ -46,6 +46,7 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
     return {
         "candidates": found,
         "unavailable": {"fused_layer_norm": "it needs a CUDA device"},
+        "left_out": {"adafactor": "not tried: it is there to save memory"},
         "first": {"mixed_precision": {"dtype": "bf16"}, "fused_adamw": {}},
         "samples": int(os.environ.get("RECOMMEND_SAMPLES", "100000")),
         "environment": FACTS,

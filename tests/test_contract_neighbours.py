@@ -134,6 +134,42 @@ def test_beside_everything_that_pays_it_trains_alike_wherever_it_is_listed(key: 
     assert torch.equal(*weights) and not torch.equal(weights[0], start)
 
 
+def lora(head: str) -> torch.nn.Module:
+    """A BERT with adapters by PEFT on all its linear layers, which are no zeros as they are at first."""
+    peft = pytest.importorskip("peft", reason="PEFT is not on every machine that is lent")
+    kind = "SEQ_CLS" if head == "classification" else None
+    wanted = peft.LoraConfig(task_type=kind, r=4, lora_dropout=0.0, target_modules=["query", "key", "value", "dense"])
+    model = peft.get_peft_model(bert(head), wanted)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("key", [key for key in USABLE if key not in DATA_KEYS])
+def test_adapters_train_as_in_float64_and_nothing_else_does(key: str) -> None:
+    head, dtype = case(key).head, case(key).dtype
+    model = lora(head)
+    names = list(model.state_dict())
+    reference = copy.deepcopy(model).double()
+    algorithm = make(key)
+    install([algorithm], model, head)
+    assert algorithm.evidence["changed"] > 0
+    data = batch(head)
+    loss, grads = forward_and_gradients(model, data)
+    expected_loss, expected = forward_and_gradients(reference, data)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=tolerance(dtype))
+    assert ((grads - expected).norm() / expected.norm()).item() <= tolerance(dtype)
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with trainer([make(key)], model, head) as made:
+        made.fit()
+    assert list(model.state_dict()) == names
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
 @pytest.mark.parametrize("key", DATA_KEYS)
 def test_what_is_about_batches_leaves_the_model_alone(key: str) -> None:
     model = bert(case(key).head)

@@ -43,6 +43,7 @@ def test_the_best_together_are_recommended(tmp_path: Path):
     assert not {"foreach_adamw", "adamw_8bit", "fast_dropout", "masked_token_head"} & speedups.keys()
     assert "Expected gain: 2.77 times the plain recipe's speed (99 % interval 2.7" in found.answer.sentence
     why = found.answer.rejected
+    assert why["adafactor"] == "not tried: it is there to save memory"
     assert why["adamw_8bit"] == "not kept: 0.80x in one run (not judged)"
     assert why["fast_dropout"] == "not kept: 1.00x in one run (not judged)"
     assert why["masked_token_head"].startswith("does not apply: it changed nothing")
@@ -137,9 +138,19 @@ def test_precisions_are_alternatives_and_the_others_go_on_top():
     one[-1]["stage"] = "PRECISION"
     one += [{"name": "fused_adamw", "key": "fused_adamw", "arguments": {}, "slot": "o", "stage": "OPTIMIZER"}]
     rows = screening_rows(plain(), one, {"mixed_precision": {"dtype": "bf16"}})
-    assert [row.name for row in rows] == ["plain", "bf16", "plain+tf32", "bf16+fused_adamw"]
+    names = [row.name for row in rows]
+    assert names == ["plain", "bf16", "plain+tf32", "bf16_again", "bf16+fused_adamw", "bf16_again_2"]
     assert rows[2].speedups == {"matmul_precision": {"precision": "high"}}
-    assert rows[3].speedups == PLAIN | {"mixed_precision": {"dtype": "bf16"}, "fused_adamw": {}}
+    assert rows[4].speedups == PLAIN | {"mixed_precision": {"dtype": "bf16"}, "fused_adamw": {}}
+    assert rows[1].speedups == rows[3].speedups == rows[5].speedups == PLAIN | {"mixed_precision": {"dtype": "bf16"}}
+    one.append({"name": "torch_compile", "key": "torch_compile", "arguments": {}, "slot": "c", "stage": "COMPILE"})
+    rows = screening_rows(plain(), one[1:], {})
+    assert [row.name for row in rows][2:] == [
+        "plain_again",
+        "plain+fused_adamw",
+        "plain_again_2",
+        "plain+torch_compile",
+    ]
 
 
 def test_rows_have_short_names_and_no_speedup_that_another_leaves_nothing():
@@ -191,6 +202,59 @@ def test_rivals_within_the_noise_are_chosen_by_what_they_promise():
     rows, rejected = final_rows(plain(), Screened(kept=[(fused, 1.05), (bnb, 1.20)]))
     assert rows[1].speedups == PLAIN | {"bnb_adamw": {}}
     assert rejected["fused_adamw"] == "excluded by bnb_adamw: 1.05x against 1.20x in the screening"
+
+
+def screened(*rows: tuple[str, float, bool]):
+    """What is made of a screening on top of bf16: each row's name, its samples/s, and whether it changed anything."""
+    from composer_speedups.recommend.choice import screen
+
+    names = dict.fromkeys(name.partition("+")[2] for name, _, _ in rows if "+" in name)
+    candidates = [{"name": n, "key": n, "arguments": {}, "slot": "optimizer", "stage": "OPTIMIZER"} for n in names]
+    bf16 = {
+        "name": "mixed_precision.bf16",
+        "key": "mixed_precision",
+        "arguments": {"dtype": "bf16"},
+        "slot": "precision",
+    }
+    made = [
+        {"recipe": name, "runs": [{"status": "ok" if speed else "pending"}], "samples_per_second": speed or None}
+        | {"no_effect": [] if changed else [name.partition("+")[2]], "stable": True, "reason": ""}
+        for name, speed, changed in rows
+    ]
+    return screen(made, [bf16 | {"stage": "PRECISION"}, *candidates], "bf16")
+
+
+def test_the_noise_of_one_run_of_the_reference_burdens_no_gain():
+    """Speeds of a screening in which the first runs were slow, by other work on the machine."""
+    rows = [("plain", 13.0, True), ("bf16", 18.6, True), ("bf16+sdp", 22.8, False), ("bf16+bnb", 22.0, True)]
+    rows += [
+        ("bf16_again", 21.0, True),
+        ("bf16+fused", 23.2, True),
+        ("bf16_again_2", 22.0, True),
+        ("bf16+late", 0, True),
+    ]
+    found = screened(*rows)
+    gains = {one["name"]: gain for one, gain in found.kept}
+    assert gains == {"mixed_precision.bf16": 21.5 / 13.0, "fused": 23.2 / 21.5}  # the median of 18.6, 21, 22, 22.8
+    assert found.rejected["bnb"] == "not kept: 1.02x in one run (not judged)"
+    assert found.rejected["sdp"].startswith("does not apply")
+    assert found.tied == 18.6 / 22.8, "rivals are not told apart by less than equal runs differ"
+    assert found.unfinished == {"late": "not tried: the time was over"}
+    assert screened(*rows[:1], ("bf16", 20.0, True), ("bf16_again", 20.0, True)).tied == 0.95
+    # Where the first of them did not run, the others tell what they can.
+    assert {one["name"] for one, _ in screened(*rows[:1], ("bf16", 0, True), *rows[2:]).kept} == {"fused"}
+
+
+def test_what_is_there_for_memory_is_not_tried():
+
+    from composer_speedups import registry
+    from composer_speedups.recommend.jobs import candidates
+
+    base = plain(task={"name": "dummy", "max_length": 8, "train_samples": 8}, model={"pretrained": False})
+    facts = candidates({"recipe": base}, lambda _: None)
+    assert set(facts["left_out"]) == {"adafactor", "adamw_8bit", "gradient_checkpointing"}
+    assert not set(facts["left_out"]) & {one["key"] for one in facts["candidates"]} and facts["candidates"]
+    assert set(facts["left_out"]) == {key for key in registry.keys() if registry.speedup_class(key).for_memory}
 
 
 def test_grouped_batches_are_judged_by_tokens():

@@ -15,15 +15,21 @@ Row = Mapping[str, Any]
 def short_names(names: Sequence[str]) -> list[str]:
     """Names without the folder that all of them share, and what a plan made of one of them without its name.
 
+    Where plans made rows of several, each keeps its name: it says which.
+
     >>> short_names(["finetune/fp32", "finetune/fp16"])
     ['fp32', 'fp16']
     >>> short_names(["cpu/fp32", "cpu/fp32+unpadding", "cpu/fp32+unpadding+fused_adamw"])
     ['fp32', '+unpadding', '+unpadding+fused_adamw']
+    >>> short_names(["plain", "bf16", "plain+reuse_host_memory", "bf16+unpadding"])
+    ['plain', 'bf16', 'plain+reuse_host_memory', 'bf16+unpadding']
     """
     folders = {name.rpartition("/")[0] for name in names}
     cut = len(folders.pop()) + 1 if len(folders) == 1 and "/" in names[0] else 0
     short = [name[cut:] for name in names]
     made_of = {name: base for base in sorted(short, key=len, reverse=True) for name in short if _made(name, base)}
+    if len(set(made_of.values())) > 1:
+        return short
     return [name.removeprefix(made_of[name]).lstrip(".") if name in made_of else name for name in short]
 
 

@@ -101,6 +101,8 @@ class Adafactor(OptimizerSpeedUp):
     Adafactor(scale_parameter=False, foreach=False, no_decay_on_bias_and_norm=False)
     """
 
+    for_memory = True
+
     def __init__(
         self, scale_parameter: bool = False, foreach: bool = False, no_decay_on_bias_and_norm: bool = False
     ) -> None:

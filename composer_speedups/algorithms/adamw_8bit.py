@@ -79,6 +79,8 @@ class AdamW8bit(OptimizerSpeedUp):
     AdamW8bit(embeddings_32bit=False, min_8bit_size=4096, no_decay_on_bias_and_norm=False)
     """
 
+    for_memory = True
+
     def __init__(
         self,
         embeddings_32bit: bool = True,

@@ -84,6 +84,7 @@ class GradientCheckpointing(SpeedUp):
     """
 
     stage = Stage.RECOMPUTE
+    for_memory = True
 
     def __init__(self, every: int = 1) -> None:
         self.every = check_count("every", every)

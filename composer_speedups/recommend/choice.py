@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ __all__ = ["PLAIN", "Answer", "Screened", "answer", "final_rows", "screen", "scr
 
 PLAIN = "plain"
 _GAIN = 1.03  # what a screening's one run must show to be studied; it judges nothing: that takes repeated runs
-_TIED = 0.95  # of the fastest: rivals above it are as fast, as far as one run can tell
+_TIED = 0.95  # of the fastest: rivals above it are as fast, as far as one run can tell on a quiet machine
+_AGAIN = "_again"  # ends the names of further runs of what the candidates are on top of
 # What the second does leaves the first nothing to save, though each alone may gain.
 _TAKEN_OVER = {
     "matmul_precision": ("mixed_precision", "mixed_precision takes the matmuls over"),
@@ -36,12 +38,14 @@ class Screened:
         rejected: name -> why not.
         unfinished: name -> how the time was too short for it; what would help, whoever asked knows.
         told: whether any run told something of a candidate.
+        tied: of the fastest: rivals above it are as fast, as far as one run can tell here.
     """
 
     kept: list[tuple[Candidate, float]] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     unfinished: dict[str, str] = field(default_factory=dict)
     told: bool = False
+    tied: float = _TIED
 
     def reject(self, name: str, why: str, told: bool = True) -> None:
         self.rejected[name] = why
@@ -61,7 +65,8 @@ def screening_rows(base: Recipe, candidates: Sequence[Candidate], first: SpeedUp
     """The plain recipe, the low precision that suits this machine, and each candidate on top of that.
 
     Much of what helps in 16 bits does nothing in 32, and the other way round: a candidate is looked at where it would
-    be used.
+    be used. What they are on top of runs three times, spread over the screening: the noise of a single run of it would
+    burden every gain.
     """
     dtype = first.get("mixed_precision")
     ground = next((c for c in candidates if c["key"] == "mixed_precision" and c["arguments"] == dtype), None)
@@ -72,13 +77,20 @@ def screening_rows(base: Recipe, candidates: Sequence[Candidate], first: SpeedUp
         name = str(ground["arguments"]["dtype"])
         on[ground["key"]] = ground["arguments"]
         rows.append(made(base, name, on))
+    tried, compiled = [], []
     for one in candidates:
         if one is ground:
             continue
         alone = one["stage"] == "PRECISION"  # another precision is an alternative, not an addition
         under = dict(base.speedups) if alone else on
         under = {k: v for k, v in under.items() if k != one["key"]} | {one["key"]: one["arguments"]}
-        rows.append(made(base, f"{PLAIN if alone else name}+{one['name']}", under))
+        row = made(base, f"{PLAIN if alone else name}+{one['name']}", under)
+        (compiled if one["stage"] == "COMPILE" else tried).append(row)
+    if tried:
+        first, second = (made(base, f"{name}{_AGAIN}{number}", on) for number in ("", "_2"))
+        middle = (len(tried) + 1) // 2
+        tried = [*tried[:middle], first, *tried[middle:], second]
+    rows += [*tried, *compiled]  # compiling takes longest, and the time may not be enough for all
     return rows
 
 
@@ -96,12 +108,17 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
         ground: the name of the row that the others are on top of.
     """
     by_name = {row["recipe"]: row for row in rows}
+    of_plain = [by_name[PLAIN]] if PLAIN in by_name and _ran(by_name[PLAIN]) else []
+    of_ground = _measures_of_the_ground(by_name, candidates, ground)
     found = Screened()
+    if of_ground:
+        speeds = [row["samples_per_second"] for row in of_ground]
+        found.tied = min(_TIED, min(speeds) / max(speeds))
     for one in candidates:
         alone = one["stage"] == "PRECISION"
         is_ground = one["key"] == "mixed_precision" and ground == one["arguments"].get("dtype")
         row = by_name.get(ground if is_ground else f"{PLAIN if alone else ground}+{one['name']}")
-        reference = by_name.get(PLAIN if alone else ground)
+        references = of_plain if alone else of_ground
         name = one["name"]
         status = row["runs"][0]["status"] if row is not None else "pending"
         if status in ("pending", "running", "interrupted"):
@@ -116,19 +133,37 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
             found.reject(name, "does not apply: it changed nothing in this model and task")
         elif row["stable"] is False:
             found.reject(name, f"unstable: {row['quality_note'] or 'the loss was not finite'}")
-        elif reference is None or not reference["samples_per_second"] or not row["samples_per_second"]:
+        elif not references or not row["samples_per_second"]:
             found.reject(name, "not judged: what it was to be compared with did not run", told=False)
         else:
             found.told = True
             key = speed_key({"speedups": {one["key"]: one["arguments"]}})
-            if not row.get(key) or not reference.get(key):
+            measured = of_ground if is_ground else [row]
+            if not all(r.get(key) for r in (*measured, *references)):
                 key = "samples_per_second"
-            gain = row[key] / reference[key]
+            speed, reference = (statistics.median(r[key] for r in them) for them in (measured, references))
+            gain = speed / reference
             if gain >= _GAIN:
                 found.kept.append((one, gain))
             else:
                 found.reject(name, f"not kept: {gain:.2f}x in one run (not judged)")
     return found
+
+
+def _measures_of_the_ground(
+    rows: Mapping[str, Mapping[str, Any]], candidates: Sequence[Candidate], ground: str
+) -> list[Mapping[str, Any]]:
+    """All runs of what the candidates are on top of: its own, and those in which a candidate changed nothing."""
+    found = [row for name, row in rows.items() if name == ground or name.startswith(ground + _AGAIN)]
+    for one in candidates:
+        row = rows.get(f"{ground}+{one['name']}")
+        if row is not None and one["stage"] != "PRECISION" and one["key"] in row["no_effect"]:
+            found.append(row)
+    return [row for row in found if _ran(row)]
+
+
+def _ran(row: Mapping[str, Any]) -> bool:
+    return row["runs"][0]["status"] == "ok" and bool(row["samples_per_second"])
 
 
 def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Recipe], dict[str, str]]:
@@ -143,12 +178,12 @@ def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Re
     for one, gain in screened.kept:
         most_in[one["slot"]] = max(gain, most_in.get(one["slot"], 0.0))
     for one, gain in screened.kept:  # in the order of what they promise
-        if gain >= _TIED * most_in[one["slot"]]:
+        if gain >= screened.tied * most_in[one["slot"]]:
             best.setdefault(one["slot"], (one, gain))
     for one, gain in sorted(screened.kept, key=lambda pair: -pair[1]):
         other, more = best[one["slot"]]
         if other is not one:
-            tied = ", no more than the noise of one run" if gain >= _TIED * more else ""
+            tied = ", no more than the noise of one run" if gain >= screened.tied * more else ""
             words = f"excluded by {other['name']}: {gain:.2f}x against {more:.2f}x in the screening{tied}"
             rejected[one["name"]] = words
     members = sorted(best.values(), key=lambda pair: -pair[1])  # the largest gain first

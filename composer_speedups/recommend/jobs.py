@@ -13,26 +13,32 @@ from composer_speedups.tasks import build_task
 
 __all__ = ["candidates"]
 
+_FOR_MEMORY = "not tried: it is there to save memory, for larger batches, and the batch stays what it is here"
+
 
 def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     """Every registered speed-up with each of its choices, and the data made, so that no run has to.
 
     Returns:
         `candidates`: those that work on this device, in the order in which to try them: `name`, `key`, `arguments`,
-        `slot`, `stage`; `unavailable`: name -> why; `first`: what the doctor would switch on; `samples`: in the
-        training set; `environment`: what `hardware.environment` says; `error`: what is wrong with the task or the
-        model, or an empty string.
+        `slot`, `stage`; `unavailable` and `left_out`: name -> why; `first`: what the doctor would switch on;
+        `samples`: in the training set; `environment`: what `hardware.environment` says; `error`: what is wrong with
+        the task or the model, or an empty string.
     """
     recipe = payload["recipe"]
     device = torch.device(hardware.hardware())
     found: list[dict[str, Any]] = []
     unavailable: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     for key, arguments, reason in doctor.choices(device):
         name = ".".join([key, *map(str, arguments.values())])
         if reason is not None:
             unavailable[name] = reason
             continue
         cls = registry.speedup_class(key)
+        if cls.for_memory:
+            left_out[name] = _FOR_MEMORY
+            continue
         stage = cls.stage.name
         found.append({"name": name, "key": key, "arguments": arguments, "slot": cls.slot or key, "stage": stage})
     try:
@@ -49,7 +55,8 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
             stages.index(c["stage"]) if c["stage"] in stages else len(stages),
         )
     )
-    answer = {"candidates": found, "unavailable": unavailable, "first": first, "samples": 0, "error": ""}
+    answer: dict[str, Any] = {"candidates": found, "unavailable": unavailable, "left_out": left_out, "first": first}
+    answer |= {"samples": 0, "error": ""}
     answer["environment"] = hardware.environment()
     try:
         say = lambda text: report({"phase": "data", "message": text})  # noqa: E731

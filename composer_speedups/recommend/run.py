@@ -127,7 +127,7 @@ class _Work:
         if facts["error"]:
             raise UserError(facts["error"])
         self.order = [*self.base.speedups, *(one["key"] for one in facts["candidates"])]
-        rejected = {name: f"unavailable: {reason}" for name, reason in facts["unavailable"].items()}
+        rejected = {name: f"unavailable: {reason}" for name, reason in facts["unavailable"].items()} | facts["left_out"]
         self.dataset = facts["samples"]
         self._same_machine(facts["environment"])
         chosen = self._stored(self.out)
@@ -238,8 +238,8 @@ class _Work:
         left = self.end - time.monotonic()
         rows = stored
         if not rows:
-            share = left * _SCREENING / (len(candidates) + 2)
-            base = self._short(self.base, self._steps(share))
+            count = len(screening_rows(self.base, candidates, first))
+            base = self._short(self.base, self._steps(left * _SCREENING / count))
             rows = screening_rows(base, candidates, first)
         until = time.monotonic() + (self.end - time.monotonic()) * _SCREENING
         limit = float(round(max(20.0, (self.end - time.monotonic()) * _SCREENING / 3)))
