@@ -13,7 +13,7 @@ from composer_speedups.tasks import build_task
 
 __all__ = ["candidates"]
 
-_FOR_MEMORY = "not tried: it is there to save memory, for larger batches, and the batch stays what it is here"
+_FOR_MEMORY = "not tried: for memory and larger batches, and the batch stays as it is here"
 
 
 def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
