@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -24,8 +25,8 @@ TINY = [
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     """`training.run` with what `payload` says: overrides, save, resume, interval, and what is to go wrong.
 
-    `kill_after`: seconds until kill -9. `memory`: bytes of address space beyond what is used already.
-    `file_size`: no file may grow beyond these bytes.
+    `kill_after`: seconds until kill -9; `kill_after_step`: the same, at the first report from that step on.
+    `memory`: bytes of address space beyond what is used already. `file_size`: no file may grow beyond these bytes.
     """
     import torch
 
@@ -48,6 +49,8 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         if now.phase == "train" and not first:
             first.append(time.monotonic() - began)
         report({"phase": now.phase, "step": now.step})
+        if now.phase == "train" and now.step >= payload.get("kill_after_step", math.inf):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     result = run(
         recipe,

@@ -34,17 +34,22 @@ __all__ = ["MESSAGE_LIMIT", "classify", "main", "resolve"]
 
 MESSAGE_LIMIT = 150_000  # bytes; a packet on a Unix socket is refused above about 200 kB
 _GRACE = 5.0  # seconds that atexit handlers of a finished run may take
+_WHILE_IMPORTING = {  # against what does not survive a fork; runs see the user's settings again
+    # OpenBLAS starts its threads when numpy is imported. PyTorch on x86 brings its own BLAS, so nothing that is
+    # measured gets slower.
+    "OPENBLAS_NUM_THREADS": "1",
+    # torch.cuda.is_available() would initialise the CUDA driver.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Inductor starts its compile workers, and a thread that reads from them, when it is imported: as it is where
+    # PEFT is installed, which Composer imports, and with it bitsandbytes. Runs start theirs when they compile.
+    "TORCH_WARM_POOL": "0",
+}
 
 
 def main(descriptor: int, preload: list[str]) -> None:
     """Serve the socket `descriptor` until the other end closes it, as it does when its owner is killed."""
-    # OpenBLAS starts its threads when numpy is imported, and threads do not survive a fork. PyTorch on x86
-    # brings its own BLAS, so nothing that is measured gets slower. Runs see the user's setting again.
-    threads = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    # torch.cuda.is_available() would initialise the CUDA driver, which does not survive a fork either.
-    nvml = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    before = {name: os.environ.get(name) for name in _WHILE_IMPORTING}
+    os.environ.update(_WHILE_IMPORTING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the study's business
     connection = socket.socket(fileno=descriptor)
     try:
@@ -53,7 +58,7 @@ def main(descriptor: int, preload: list[str]) -> None:
     except BaseException:
         _send(connection, {"error": traceback.format_exc()[-MESSAGE_LIMIT // 8 :]})
         return
-    for name, value in (("OPENBLAS_NUM_THREADS", threads), ("PYTORCH_NVML_BASED_CUDA_CHECK", nvml)):
+    for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)
         else:
