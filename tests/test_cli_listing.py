@@ -191,3 +191,10 @@ def test_a_terminal_gets_a_table_and_rendered_markdown(run, monkeypatch: pytest.
         assert cli.main(arguments) == 0
         assert expected in terminal.getvalue()
         assert "**" not in terminal.getvalue()
+
+
+def test_what_others_print_when_they_are_imported_is_not_shown() -> None:
+    """Composer imports PEFT, and that bitsandbytes, which warns of a kernel that nobody here asks for."""
+    code = "from composer_speedups.cli import main; code = main(['--version']); import bitsandbytes; exit(code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
