@@ -2,69 +2,28 @@
 
 A run is claimed before it starts and its result, steps and log are written in one transaction, so a run
 is either there as a whole or not at all. Claims end when their owner dies or stops renewing them, so two
-processes can work on one study and neither waits for a dead one. Each finished run carries a digest, and so
-does what the study is about: a damaged file is refused instead of being believed.
+processes can work on one study and neither waits for a dead one.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import socket
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from composer_speedups.ablation.database import SEAL, Database, StoreError, dump, run_digest
+from composer_speedups.ablation.owner import is_dead, this_process
 from composer_speedups.ablation.plan import PlannedRun
-from composer_speedups.errors import UserError
 
 __all__ = ["DONE", "LEASE_SECONDS", "Run", "Store", "StoreError"]
 
-APPLICATION = 0x43535055  # "CSPU": SQLite's application_id of our files
-VERSION = 1
 LEASE_SECONDS = 60.0  # a claim that was not renewed for so long is void
-_SEAL = "digest"  # the key, in the table of the study, of the digest of everything but the runs
 DONE = ("ok", "skipped", "failed", "out_of_memory", "timeout")  # not repeated by a resumed study
-
-_SCHEMA = """
-CREATE TABLE study (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-CREATE TABLE environments (id INTEGER PRIMARY KEY, facts TEXT NOT NULL UNIQUE) STRICT;
-CREATE TABLE recipes (
-    name TEXT PRIMARY KEY, position INTEGER NOT NULL, resolved TEXT NOT NULL
-) STRICT;
-CREATE TABLE runs (
-    id INTEGER PRIMARY KEY,
-    recipe TEXT NOT NULL REFERENCES recipes(name),
-    seed INTEGER NOT NULL,
-    position INTEGER NOT NULL,
-    status TEXT NOT NULL DEFAULT 'pending',
-    reason TEXT NOT NULL DEFAULT '',
-    owner TEXT,
-    claimed_until REAL,
-    attempts INTEGER NOT NULL DEFAULT 0,
-    environment INTEGER REFERENCES environments(id),
-    started REAL,
-    finished REAL,
-    result TEXT,
-    digest TEXT,
-    UNIQUE (recipe, seed)
-) STRICT;
-CREATE TABLE steps (
-    run INTEGER NOT NULL REFERENCES runs(id), step INTEGER NOT NULL, loss REAL, seconds REAL,
-    PRIMARY KEY (run, step)
-) STRICT, WITHOUT ROWID;
-CREATE TABLE logs (run INTEGER PRIMARY KEY REFERENCES runs(id), text TEXT NOT NULL) STRICT;
-"""
-
-
-class StoreError(UserError):
-    """The store cannot be used: damaged, of another study, or of another version."""
 
 
 @dataclass
@@ -96,25 +55,9 @@ class Store:
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
-        self.path = Path(path)
-        self.owner = f"{_machine()}:{os.getpid()}:{_birth(os.getpid())}"
-        if not create and not self.path.is_file():
-            raise StoreError(f"no study in {self.path.parent}: {self.path.name} is not there")
-        _check_header(self.path)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # First a look that cannot write: a damaged file stays as it is, byte for byte.
-            if self.path.exists() and self.path.stat().st_size:
-                self._open(f"{self.path.absolute().as_uri()}?mode=ro")
-                self._db.close()
-            self._open(f"{self.path.absolute().as_uri()}?mode=rwc", write=True)
-        except (sqlite3.OperationalError, OSError) as error:
-            raise StoreError(
-                f"cannot open {self.path}: {error}. Choose another folder; `report --no-write` looks at one that "
-                f"cannot be written to"
-            ) from error
-        except sqlite3.DatabaseError as error:
-            raise self._damaged(error) from error
+        self.path, self.owner = Path(path), this_process()
+        self._file = Database(self.path, create=create)
+        self._db = self._file.connection
 
     def __enter__(self) -> Store:
         return self
@@ -124,9 +67,7 @@ class Store:
 
     def close(self) -> None:
         """Write everything into the one file, so that it can be copied elsewhere, and let go of it."""
-        with suppress(sqlite3.Error):  # another process is at it: the last one to close does it
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        self._db.close()
+        self._file.close()
 
     # --- The study ---
 
@@ -137,15 +78,15 @@ class Store:
             study: facts such as `name` and `baseline`.
             recipes: name and resolved recipe, in the order of the table.
         """
-        with self._write() as db:
+        with self._file.write() as db:
             stored = self.recipes()
             if not stored:
-                rows = [(name, n, _dump(recipe)) for n, (name, recipe) in enumerate(recipes)]
+                rows = [(name, n, dump(recipe)) for n, (name, recipe) in enumerate(recipes)]
                 db.executemany("INSERT INTO recipes VALUES (?, ?, ?)", rows)
-                db.executemany("INSERT INTO study VALUES (?, ?)", [(k, _dump(v)) for k, v in study.items()])
-                self._seal(db)
+                db.executemany("INSERT INTO study VALUES (?, ?)", [(k, dump(v)) for k, v in study.items()])
+                self._file.seal(db)
                 return
-            difference = _difference(stored, {name: json.loads(_dump(r)) for name, r in recipes})
+            difference = _difference(stored, {name: json.loads(dump(r)) for name, r in recipes})
             before = self.study().get("baseline")
             if not difference and before != study.get("baseline"):
                 difference = f"its baseline is {before}"
@@ -155,15 +96,15 @@ class Store:
                 )
 
     def study(self) -> dict[str, Any]:
-        rows = self._db.execute("SELECT key, value FROM study WHERE key != ?", (_SEAL,)).fetchall()
+        rows = self._db.execute("SELECT key, value FROM study WHERE key != ?", (SEAL,)).fetchall()
         return {key: json.loads(value) for key, value in rows}
 
     def note(self, **facts: Any) -> None:
         """Add facts to the study, or change them."""
-        with self._write() as db:
-            rows = [(key, _dump(value)) for key, value in facts.items()]
+        with self._file.write() as db:
+            rows = [(key, dump(value)) for key, value in facts.items()]
             db.executemany("INSERT OR REPLACE INTO study VALUES (?, ?)", rows)
-            self._seal(db)
+            self._file.seal(db)
 
     def recipes(self) -> dict[str, dict[str, Any]]:
         """Resolved recipes by name, in the order of the table."""
@@ -172,10 +113,10 @@ class Store:
 
     def add_environment(self, facts: dict[str, Any]) -> int:
         """Store an environment once; its number goes with the runs made in it."""
-        with self._write() as db:
-            db.execute("INSERT OR IGNORE INTO environments (facts) VALUES (?)", (_dump(facts),))
-            self._seal(db)
-            return db.execute("SELECT id FROM environments WHERE facts = ?", (_dump(facts),)).fetchone()[0]
+        with self._file.write() as db:
+            db.execute("INSERT OR IGNORE INTO environments (facts) VALUES (?)", (dump(facts),))
+            self._file.seal(db)
+            return db.execute("SELECT id FROM environments WHERE facts = ?", (dump(facts),)).fetchone()[0]
 
     def environments(self) -> dict[int, dict[str, Any]]:
         rows = self._db.execute("SELECT id, facts FROM environments ORDER BY id").fetchall()
@@ -185,7 +126,7 @@ class Store:
 
     def plan(self, runs: Sequence[PlannedRun]) -> None:
         """Add the runs that are not there yet, after those that are."""
-        with self._write() as db:
+        with self._file.write() as db:
             first = db.execute("SELECT coalesce(max(position) + 1, 0) FROM runs").fetchone()[0]
             db.executemany(
                 "INSERT OR IGNORE INTO runs (recipe, seed, position) VALUES (?, ?, ?)",
@@ -194,14 +135,14 @@ class Store:
 
     def skip(self, recipe: str, reason: str) -> None:
         """Settle all open runs of `recipe` as skipped."""
-        with self._write() as db:
+        with self._file.write() as db:
             open_runs = db.execute(
                 "SELECT id, recipe, seed FROM runs WHERE recipe = ? AND status IN ('pending', 'interrupted')",
                 (recipe,),
             ).fetchall()
             for number, name, seed in open_runs:
                 self._clear(db, number)  # what an interrupted run has left
-                digest = _digest(name, seed, "skipped", reason, None, [], "")
+                digest = run_digest(name, seed, "skipped", reason, None, [], "")
                 db.execute(
                     "UPDATE runs SET status = 'skipped', reason = ?, finished = ?, digest = ? WHERE id = ?",
                     (reason, time.time(), digest, number),
@@ -216,7 +157,7 @@ class Store:
 
         Of those with one of `seeds`, if given.
         """
-        with self._write() as db:
+        with self._file.write() as db:
             asked, wanted = _of_seeds(seeds)
             query = f"SELECT id FROM runs WHERE status IN ({_marks(statuses)}) AND {asked}"
             ids = [row[0] for row in db.execute(query, (*statuses, *wanted))]
@@ -226,7 +167,7 @@ class Store:
 
     def claim(self, environment: int | None = None, seeds: Sequence[int] | None = None) -> Run | None:
         """Take the next run that nobody has, of those with one of `seeds`, if given; None if none is left to take."""
-        with self._write() as db:
+        with self._file.write() as db:
             self._void_dead_claims(db)
             asked, wanted = _of_seeds(seeds)
             row = db.execute(
@@ -247,7 +188,7 @@ class Store:
 
     def renew(self, run: Run) -> bool:
         """Keep a claim; False if it was lost to another process."""
-        with self._write() as db:
+        with self._file.write() as db:
             changed = db.execute(
                 "UPDATE runs SET claimed_until = ? WHERE id = ? AND status = 'running' AND owner = ?",
                 (time.time() + LEASE_SECONDS, run.id, self.owner),
@@ -260,11 +201,11 @@ class Store:
         losses, seconds = result.pop("losses", []), result.pop("step_seconds", [])
         width = max(len(losses), len(seconds))
         steps = [(n, _number(losses, n), _number(seconds, n)) for n in range(width)]
-        text = _dump(result) if result else None
+        text = dump(result) if result else None
         if status == "interrupted":  # of no use to anybody: it will be made again
             text, steps = None, []
-        digest = _digest(run.recipe, run.seed, status, reason, text, steps, log)
-        with self._write() as db:
+        digest = run_digest(run.recipe, run.seed, status, reason, text, steps, log)
+        with self._file.write() as db:
             changed = db.execute(
                 "UPDATE runs SET status = ?, reason = ?, result = ?, digest = ?, finished = ?, owner = NULL, "
                 "claimed_until = NULL WHERE id = ? AND status = 'running' AND owner = ?",
@@ -288,7 +229,7 @@ class Store:
             run = Run(*fields)
             if text is not None:
                 run.result = json.loads(text)
-                steps = self._steps(run.id)
+                steps = self._file.steps(run.id)
                 # RunResult's own types: a loss that was not finite is None here.
                 run.result |= {"losses": [s[1] for s in steps], "step_seconds": [s[2] for s in steps]}
             runs.append(run)
@@ -296,139 +237,21 @@ class Store:
 
     def counts(self, seeds: Sequence[int] | None = None) -> dict[str, int]:
         """How many runs, of those with one of `seeds`, if given, have each status; dead claims count as pending."""
-        with self._write() as db:
+        with self._file.write() as db:
             self._void_dead_claims(db)
             asked, wanted = _of_seeds(seeds)
             query = f"SELECT status, count(*) FROM runs WHERE {asked} GROUP BY status"
             return dict(db.execute(query, wanted).fetchall())
 
     def log(self, run: int) -> str:
-        row = self._db.execute("SELECT text FROM logs WHERE run = ?", (run,)).fetchone()
-        return row[0] if row else ""
+        return self._file.log(run)
 
     # --- Inside ---
-
-    @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._db
-            self._db.execute("COMMIT")
-        except BaseException as error:
-            if self._db.in_transaction:  # SQLite has rolled back by itself where the disk was full
-                self._db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.OperationalError):
-                raise StoreError(
-                    f"cannot write {self.path}: {error}. What was stored is safe: mend that, and run the same command"
-                ) from error
-            raise
-
-    def _open(self, uri: str, write: bool = False) -> None:
-        self._db = sqlite3.connect(uri, uri=True, timeout=60, isolation_level=None)
-        try:
-            for attempt in range(100):
-                try:
-                    self._check()
-                    if write:
-                        self._prepare()
-                    return
-                except sqlite3.OperationalError as error:
-                    code = getattr(error, "sqlite_errorcode", None)
-                    if code is None:  # Python's own: what should be text is none
-                        raise self._damaged(error) from error
-                    # SQLite does not wait when two processes switch a new file to WAL at once.
-                    if code & 0xFF != sqlite3.SQLITE_BUSY or attempt == 99:
-                        raise
-                    time.sleep(0.05)
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _check(self) -> None:
-        """Raise unless the file is empty, or an undamaged store of ours."""
-        with self._read_together():
-            tables = self._db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-            if not tables:
-                return
-            application = self._db.execute("PRAGMA application_id").fetchone()[0]
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if application != APPLICATION:
-                raise StoreError(f"{self.path} is a database of something else. Choose another folder")
-            if version != VERSION:
-                raise StoreError(
-                    f"{self.path} was written by another version (layout {version}, this one reads {VERSION}). "
-                    f"Choose another folder"
-                )
-            found = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
-            if found != "ok":
-                raise self._damaged(found)
-            query = "SELECT id, recipe, seed, status, reason, result, digest FROM runs WHERE digest IS NOT NULL"
-            for number, recipe, seed, status, reason, text, digest in self._db.execute(query).fetchall():
-                content = (status, reason, text, self._steps(number), self.log(number))
-                if _digest(recipe, seed, *content) != digest:
-                    raise self._damaged(f"the record of {recipe}, seed {seed}, is not what was written")
-            self._db.execute(  # a column whose name was damaged is missed now, and not in the middle of a study
-                "SELECT position, owner, claimed_until, attempts, environment, started, finished FROM runs LIMIT 0"
-            )
-            seal = self._db.execute("SELECT value FROM study WHERE key = ?", (_SEAL,)).fetchone()
-            if seal is not None:
-                if seal[0] != _dump(self._facts_digest()):
-                    raise self._damaged("the record of the study, its recipes and environments is not what was written")
-                return
-            try:  # written by an earlier version, without a digest: what can be read is believed
-                self.study(), self.recipes(), self.environments()
-            except ValueError as error:
-                raise self._damaged(error) from error
-
-    def _prepare(self) -> None:
-        db = self._db
-        db.execute("PRAGMA foreign_keys = ON")
-        db.execute("PRAGMA journal_mode = WAL")
-        # FULL: what is committed outlives a power cut. A run takes seconds, a sync milliseconds.
-        db.execute("PRAGMA synchronous = FULL")
-        with self._write():
-            if not db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
-                for statement in filter(str.strip, _SCHEMA.split(";")):
-                    db.execute(statement)
-                db.execute(f"PRAGMA application_id = {APPLICATION}")
-                db.execute(f"PRAGMA user_version = {VERSION}")
-            for table in ("study", "recipes", "environments"):
-                # A process of an earlier version, at the same study, writes no digest: better none than a stale one.
-                when = f"WHEN NEW.key != '{_SEAL}'" if table == "study" else ""
-                db.execute(
-                    f"CREATE TRIGGER IF NOT EXISTS unsealed_by_{table} AFTER INSERT ON {table} {when} "
-                    f"BEGIN DELETE FROM study WHERE key = '{_SEAL}'; END"
-                )
-
-    def _seal(self, db: sqlite3.Connection) -> None:
-        """Keep a digest of all that is not a run: in the transaction that has changed it."""
-        db.execute("INSERT OR REPLACE INTO study VALUES (?, ?)", (_SEAL, _dump(self._facts_digest())))
-
-    def _facts_digest(self) -> str:
-        content = [
-            self._db.execute("SELECT key, value FROM study WHERE key != ? ORDER BY key", (_SEAL,)).fetchall(),
-            self._db.execute("SELECT name, position, resolved FROM recipes ORDER BY position").fetchall(),
-            self._db.execute("SELECT id, facts FROM environments ORDER BY id").fetchall(),
-        ]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-    @contextmanager
-    def _read_together(self) -> Iterator[None]:
-        """One view of the database for several reads, whatever another process writes meanwhile."""
-        self._db.execute("BEGIN")
-        try:
-            yield
-        finally:
-            self._db.execute("ROLLBACK")
-
-    def _steps(self, run: int) -> list[tuple[int, float | None, float | None]]:
-        query = "SELECT step, loss, seconds FROM steps WHERE run = ? ORDER BY step"
-        return self._db.execute(query, (run,)).fetchall()
 
     def _void_dead_claims(self, db: sqlite3.Connection) -> None:
         query = "SELECT id, owner, claimed_until FROM runs WHERE status = 'running'"
         for number, owner, until in db.execute(query).fetchall():
-            if until < time.time() or until > time.time() + 2 * LEASE_SECONDS or _is_dead(owner):
+            if until < time.time() or until > time.time() + 2 * LEASE_SECONDS or is_dead(owner):
                 self._clear(db, number)
 
     def _clear(self, db: sqlite3.Connection, number: int) -> None:
@@ -438,29 +261,6 @@ class Store:
             "UPDATE runs SET status = 'pending', reason = '', owner = NULL, claimed_until = NULL, result = NULL, "
             "digest = NULL, environment = NULL, started = NULL, finished = NULL WHERE id = ?",
             (number,),
-        )
-
-    def _damaged(self, what: object) -> StoreError:
-        return StoreError(
-            f"{self.path} is damaged ({what}). It was left as it is: move it away, or choose another --out"
-        )
-
-
-def _check_header(path: Path) -> None:
-    """Refuse what is no SQLite file before SQLite touches it."""
-    if not path.exists():
-        return
-    if not path.is_file():
-        raise StoreError(f"{path} is not a file. Choose another folder")
-    try:
-        with path.open("rb") as file:
-            header = file.read(16)
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}. Choose another folder") from error
-    # An empty file is what a kill leaves in the instant between making the file and its first page.
-    if header and header != b"SQLite format 3\0":
-        raise StoreError(
-            f"{path} is damaged (it is not a SQLite file). It was left as it is: move it away, or choose another --out"
         )
 
 
@@ -494,60 +294,3 @@ def _of_seeds(seeds: Sequence[int] | None) -> tuple[str, tuple[int, ...]]:
 def _marks(values: Sequence[Any]) -> str:
     """SQL's placeholders for `values`."""
     return ", ".join("?" * len(values))
-
-
-def _dump(value: Any) -> str:
-    """JSON with sorted keys and no NaN, so that equal things are equal text and every reader can read it."""
-    return json.dumps(_plain(value), sort_keys=True, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, (str, int)) or value is None:
-        return value
-    return str(value)
-
-
-def _digest(
-    recipe: str, seed: int, status: str, reason: str, result: str | None, steps: Sequence[Any], log: str
-) -> str:
-    content = json.dumps([recipe, seed, status, reason, result, [list(s) for s in steps], log])
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _machine() -> str:
-    """What tells whether a process number means anything here: host, boot, and container."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid').replace(':', '')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _birth(pid: int) -> str:
-    """When a process was started, in the kernel's ticks: tells it from a later one with the same number."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def _is_dead(owner: str) -> bool:
-    """True if `owner` was a process of this machine and is no more; of another machine's, nothing is known."""
-    host, pid, birth = owner.rsplit(":", 2)
-    if host != _machine():
-        return False
-    if birth:
-        return _birth(int(pid)) != birth
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
