@@ -31,6 +31,7 @@ from composer.loggers import Logger
 
 from composer_speedups.compat import layer_result
 from composer_speedups.families import BERT_LIKE, READ_FIRST, bert_like, has_head, positions
+from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage
@@ -145,14 +146,8 @@ class _FirstOnly:
         packed = isinstance(attention_mask, Packing)
         first = attention_mask.first(hidden_states) if packed else hidden_states[:, :1]
         size, dropout = attention.attention_head_size, attention.dropout.p if self.training else 0.0
-        q, k, v = (
-            linear(x).unflatten(-1, (-1, size))
-            for linear, x in (
-                (attention.query, first),
-                (attention.key, hidden_states),
-                (attention.value, hidden_states),
-            )
-        )
+        keys, values = joint_linear((attention.key, attention.value), hidden_states)
+        q, k, v = (x.unflatten(-1, (-1, size)) for x in (attention.query(first), keys, values))
         if packed:
             context = varlen_attention(q, k, v, attention_mask.ones(), attention_mask.lengths, dropout)
         else:

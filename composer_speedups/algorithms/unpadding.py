@@ -34,17 +34,17 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from composer.core import Event, State
 from composer.loggers import Logger
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from composer_speedups.arguments import check_count
 from composer_speedups.families import BERT_LIKE, READ_ANYWHERE, bert_like, has_head, positions
+from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
 from composer_speedups.packing import Packing, count_on_host, counts_of, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import hooked, mix_in
+from composer_speedups.surgery import mix_in
 
 __all__ = ["Unpadding", "apply_unpadding"]
 
@@ -214,18 +214,11 @@ class _PackedAttention:
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
         if not isinstance(attention_mask, Packing):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        q, k, v = (x.unflatten(-1, (-1, self.attention_head_size)) for x in self.project(hidden_states))
+        projected = joint_linear((self.query, self.key, self.value), hidden_states)
+        q, k, v = (x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
         dropout = self.dropout.p if self.training else 0.0
         context = varlen_attention(q, k, v, attention_mask.lengths, attention_mask.lengths, dropout)
         return context.flatten(1), None
-
-    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values: by one matmul, if the three layers are nothing but linear."""
-        layers = (self.query, self.key, self.value)
-        if any(type(m) is not torch.nn.Linear or m.bias is None or hooked(m) for m in layers):
-            return tuple(m(hidden_states) for m in layers)
-        weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
-        return F.linear(hidden_states, weight, bias).split([m.out_features for m in layers], -1)
 
 
 class _PackedHead:

@@ -9,6 +9,7 @@ from composer.algorithms.warnings import NoEffectWarning
 
 from composer_speedups import LastLayerSubset, Unpadding, apply_last_layer_subset, apply_unpadding
 from composer_speedups.algorithms import last_layer_subset as module
+from composer_speedups.joint_linear import joint_linear
 
 PADDING = {"Bert": 0, "Roberta": 1, "Electra": 0}
 
@@ -242,7 +243,7 @@ def test_warns_when_there_is_no_classifier(make_trainer) -> None:
         make_trainer([LastLayerSubset()], model=ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2))
 
 
-@pytest.mark.parametrize("fault", ["mask", "first"])
+@pytest.mark.parametrize("fault", ["mask", "first", "kv"])
 def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
     stock = make()
     fast = copy.deepcopy(stock)
@@ -250,6 +251,8 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
     forward = module._FirstOnly.forward
     if fault == "mask":
         monkeypatch.setattr(module._FirstOnly, "forward", lambda self, x, mask=None, *a, **k: forward(self, x))
+    elif fault == "kv":
+        monkeypatch.setattr(module, "joint_linear", lambda layers, x: joint_linear(layers, x)[::-1])
     else:
         monkeypatch.setattr(module._FirstOnly, "forward", lambda self, x, *a, **k: forward(self, x.flip(1), *a, **k))
     with pytest.raises(AssertionError, match="not close"):

@@ -21,6 +21,7 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms import unpadding as module
 from composer_speedups.errors import ConflictError
+from composer_speedups.joint_linear import joint_linear
 from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over
 
 ROWS, LENGTH = 6, 16
@@ -475,8 +476,7 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
         forward = fast.forward
         monkeypatch.setattr(fast, "forward", lambda **kw: forward(**inputs_fast))
     elif fault == "qkv":
-        project = module._PackedAttention.project
-        monkeypatch.setattr(module._PackedAttention, "project", lambda self, x: project(self, x)[::-1])
+        monkeypatch.setattr(module, "joint_linear", lambda layers, x: joint_linear(layers, x)[::-1])
     else:
         monkeypatch.setattr(module.Packing, "first", lambda self, x: x[: self.rows])
     with pytest.raises(AssertionError, match="close"):

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_speedups.joint_linear import joint_linear
+
+CLOSE = dict(rtol=1e-12, atol=1e-12)
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts the matmuls within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm)
+        return func(*args, **(kwargs or {}))
+
+
+def layers(bias: bool = True) -> list[torch.nn.Linear]:
+    return [torch.nn.Linear(6, width, bias, dtype=torch.float64) for width in (4, 2, 5)]
+
+
+def compare(linear: list[torch.nn.Module], matmuls: int, shape: tuple[int, ...] = (7, 6)) -> None:
+    """Outputs and gradients against the layers one by one, and how many matmuls forward and backward took."""
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weights = [p for m in linear for p in m.parameters()]
+    expected = [m(x) for m in linear]
+    gradients = [torch.randn_like(y) for y in expected]
+    reference = torch.autograd.grad(expected, [x, *weights], gradients)
+    with Matmuls() as counted:
+        found = joint_linear(linear, x)
+        torch.testing.assert_close(list(found), expected, **CLOSE)
+        torch.testing.assert_close(torch.autograd.grad(found, [x, *weights], gradients), reference, **CLOSE)
+    assert counted.count == matmuls
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (3, 7, 6), (0, 6)])
+def test_one_matmul_and_two_for_the_gradients(shape: tuple[int, ...]) -> None:
+    compare(layers(), 3, shape)
+
+
+class Adapted(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_others_than_plain_linear_layers_are_called() -> None:
+    compare([*layers()[:2], Adapted(6, 5, dtype=torch.float64)], 9)
+    compare(layers(bias=False), 9)
+    doubled = layers()
+    parametrize.register_parametrization(doubled[1], "weight", torch.nn.Tanh())
+    compare(doubled, 9)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_a_layer_with_a_hook_is_called(kind: str) -> None:
+    linear, seen = layers(), []
+    getattr(linear[1], f"register_{kind}_hook")(lambda *_: seen.append(kind))
+    y = joint_linear(linear, torch.randn(3, 6, dtype=torch.float64, requires_grad=True))
+    y[1].sum().backward()
+    assert seen == [kind]
+
+
+def test_mixed_precision_gives_what_the_layers_give() -> None:
+    """In bf16 with sums in float32: as close to float64 as the layers one by one."""
+    torch.manual_seed(0)
+    linear = [torch.nn.Linear(64, 64) for _ in range(3)]
+    x = torch.randn(50, 64)
+    exact = [torch.nn.functional.linear(x.double(), m.weight.double(), m.bias.double()) for m in linear]
+    with torch.autocast("cpu", torch.bfloat16):
+        apart, joint = [m(x) for m in linear], joint_linear(linear, x)
+    for one, other, reference in zip(apart, joint, exact, strict=True):
+        assert other.dtype == torch.bfloat16
+        assert (other - reference).abs().max() <= 1.01 * (one - reference).abs().max()
