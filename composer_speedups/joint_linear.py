@@ -29,7 +29,13 @@ def joint_linear(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> tuple[to
     >>> [tuple(y.shape) for y in joint_linear(layers, torch.ones(5, 2))]
     [(5, 3), (5, 1)]
     """
-    if any(type(m) is not torch.nn.Linear or m.bias is None or hooked(m) for m in layers):
+    if not all(_plain(m) for m in layers):
         return tuple(m(x) for m in layers)
     weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
     return F.linear(x, weight, bias).split([m.out_features for m in layers], -1)
+
+
+def _plain(layer: torch.nn.Module) -> bool:
+    """Whether calling `layer` is nothing but a matmul with its weight. A quantised weight is a tensor of other type."""
+    known = type(layer) is torch.nn.Linear and layer.bias is not None and not hooked(layer)
+    return known and all(type(p) in (torch.nn.Parameter, torch.Tensor) for p in (layer.weight, layer.bias))

@@ -211,9 +211,12 @@ def stock_forward(model: torch.nn.Module) -> bool:
 
 
 def hooked(module: torch.nn.Module) -> bool:
-    """Whether somebody listens to `module`, so that it must be called and not be worked around."""
+    """Whether somebody listens to `module`, so that it must be called and not be worked around.
+
+    Or has given it a `forward` of its own, as Accelerate does to move weights to where they are used.
+    """
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    return "forward" in module.__dict__ or any(getattr(module, kind) for kind in kinds)
 
 
 def hooked_inside(module: torch.nn.Module) -> bool:

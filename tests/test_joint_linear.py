@@ -53,9 +53,52 @@ class Adapted(torch.nn.Linear):
 def test_others_than_plain_linear_layers_are_called() -> None:
     compare([*layers()[:2], Adapted(6, 5, dtype=torch.float64)], 9)
     compare(layers(bias=False), 9)
+    compare([*layers(bias=False)[:1], *layers()[1:]], 9)
     doubled = layers()
     parametrize.register_parametrization(doubled[1], "weight", torch.nn.Tanh())
     compare(doubled, 9)
+
+
+def test_a_forward_of_its_own_is_called() -> None:
+    """As Accelerate gives it, to bring weights from where it has put them, and some adapters."""
+    linear = layers()
+    plain = linear[1].forward
+    linear[1].forward = lambda x: 2 * plain(x)
+    compare(linear, 9)
+
+
+class Quantised(torch.Tensor):
+    """A weight that can do nothing but be multiplied with."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.cat:
+            raise NotImplementedError("it cannot be put beside others")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_weight_of_another_type_is_left_to_its_layer() -> None:
+    linear = layers()
+    linear[1].weight = torch.nn.Parameter(linear[1].weight.detach().as_subclass(Quantised))
+    assert type(linear[1].weight) is Quantised
+    x = torch.randn(7, 6, dtype=torch.float64)
+    torch.testing.assert_close(list(joint_linear(linear, x)), [m(x) for m in linear], **CLOSE)
+
+
+def test_frozen_weights_have_no_gradient_and_the_others_theirs() -> None:
+    linear, x = layers(), torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+    linear[0].requires_grad_(False)
+    linear[2].weight.requires_grad_(False)
+    gradients = []
+    for outputs in ([m(x) for m in linear], joint_linear(linear, x)):
+        for tensor in (x, *(p for m in linear for p in m.parameters())):
+            tensor.grad = None
+        sum(y.sin().sum() for y in outputs).backward()
+        gradients.append([p.grad for m in linear for p in m.parameters()] + [x.grad])
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(other, one, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
