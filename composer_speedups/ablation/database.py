@@ -179,8 +179,12 @@ class Database:
                     raise self._damaged("the record of the study, its recipes and environments is not what was written")
                 return
             try:  # written by an earlier version, without a digest: what can be read is believed
-                for column in ("value FROM study", "resolved FROM recipes", "facts FROM environments"):
-                    for (text,) in db.execute(f"SELECT {column}"):
+                for columns in (
+                    "key, value FROM study",
+                    "name, position, resolved FROM recipes",
+                    "id, facts FROM environments",
+                ):
+                    for *_, text in db.execute(f"SELECT {columns}"):
                         json.loads(text)
             except ValueError as error:
                 raise self._damaged(error) from error

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import fakes
@@ -26,6 +27,7 @@ SCRIPT = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[3])
 import fakes
+from contextlib import closing
 from pathlib import Path
 from composer_speedups.ablation.study import Settings, Study, run_study
 recipes = [fakes.Recipe(**r) for r in json.loads(sys.argv[2])]
@@ -357,6 +359,23 @@ def test_a_study_of_an_earlier_version_is_read(tmp_path: Path):
         db.execute("INSERT OR IGNORE INTO environments (facts) VALUES ('{}')")
     with Store(tmp_path / "runs.sqlite") as store:
         assert store.study()["command"] == "of the earlier version" and len(store.environments()) == 2
+
+
+@pytest.mark.parametrize(
+    "column", ["position INTEGER NOT NULL, resolved", "name TEXT PRIMARY KEY, position", "facts TEXT"]
+)
+def test_a_damaged_column_of_an_earlier_version_is_seen(tmp_path: Path, column: str):
+    """No digest tells of it, and SQLite's own check knows no names: it must not be missed in the middle of a study."""
+    path = tmp_path / "runs.sqlite"
+    study(tmp_path, [fakes.Recipe("base")])
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("DELETE FROM study WHERE key = 'digest'")
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    data = path.read_bytes()
+    assert data.count(column.encode()) == 1
+    path.write_bytes(data.replace(column.encode(), b"x" + column.encode()[1:]))
+    with pytest.raises(StoreError, match=r"cannot open|is damaged"):
+        Store(path, create=False)
 
 
 def test_outputs_that_cannot_be_written_cost_no_run(tmp_path: Path):
