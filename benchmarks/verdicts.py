@@ -83,11 +83,14 @@ def measure(folder: Path, repetitions: int, batches: int) -> None:
 def table(folder: Path) -> str:
     found = read(folder)
     kinds = {kind: [row for row in found.rows if _kind(row) == kind] for kind in (_SAME, *_SLEEPS, _WILD)}
-    same, steps, seeds = kinds[_SAME], found.conditions["steps"], found.conditions["seeds"]
+    steps, seeds = found.conditions["steps"], found.conditions["seeds"]
+    same = [row for row in kinds[_SAME] if row["speed_verdict"] != "not judged"]
+    unjudged = len(kinds[_SAME]) - len(same)
     studies = len({row["study"] for row in found.rows})
     heading = (
         f"{studies} studies of nine rows and {seeds} seeds: a difference was claimed {sum(map(_claims, same))} times "
-        f"in {len(same)} comparisons of a recipe with itself. Runs of {steps} steps of a small BERT."
+        f"in {len(same)} comparisons of a recipe with itself{f' ({unjudged} more were not judged)' * bool(unjudged)}. "
+        f"Runs of {steps} steps of a small BERT."
     )
     head = ("row", "comparisons", "speed-up, median [lowest, highest]", "median interval", "speed", "quality")
     return markdown(folder, heading, head, [_line(kind, rows) for kind, rows in kinds.items()])
@@ -99,7 +102,7 @@ def _kind(row: dict[str, Any]) -> str:
 
 def _claims(row: dict[str, Any]) -> bool:
     """Whether something is claimed, in speed or quality, that cannot be true of a recipe against itself."""
-    return row["speed_verdict"] != "no difference shown" or row["quality_verdict"] in _QUALITY_LOST
+    return row["speed_verdict"] in ("faster", "slower") or row["quality_verdict"] in _QUALITY_LOST
 
 
 def _named(recipe: Recipe, name: str) -> Recipe:

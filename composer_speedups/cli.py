@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code. What the user can mend is one line, and code 2."""
     if sys.stdout is None:  # closed by whoever called
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
-    # Composer imports PEFT where it is installed, and that bitsandbytes, which on a machine without a GPU warns
+    # Composer imports PEFT where it is installed, and PEFT bitsandbytes, which on a machine without a GPU warns
     # that a kernel for 4-bit weights cannot be downloaded: nothing here has use for it.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:

@@ -354,6 +354,7 @@ def test_a_recipe_in_a_file_and_one_beside_it(tmp_path: Path, isolation: Isolati
     assert "fused_adamw: null" in out.read_text()
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Ctrl-C may come while one is being read
 def test_ctrl_c_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     diary, whole, out = tmp_path / "diary", tmp_path / "whole", tmp_path / "x.yaml"
     monkeypatch.setenv("TUNING_DIARY", str(diary))

@@ -41,7 +41,8 @@ _WHILE_IMPORTING = {  # against what does not survive a fork; runs see the user'
     # torch.cuda.is_available() would initialise the CUDA driver.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     # Inductor starts its compile workers, and a thread that reads from them, when it is imported: as it is where
-    # PEFT is installed, which Composer imports, and with it bitsandbytes. Runs start theirs when they compile.
+    # PEFT is installed, by bitsandbytes, which PEFT imports, which Composer imports. Runs start theirs when they
+    # compile.
     "TORCH_WARM_POOL": "0",
 }
 

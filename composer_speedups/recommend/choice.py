@@ -17,6 +17,7 @@ __all__ = ["PLAIN", "Answer", "Screened", "answer", "final_rows", "screen", "scr
 PLAIN = "plain"
 _GAIN = 1.03  # what a screening's one run must show to be studied; it judges nothing: that takes repeated runs
 _TIED = 0.95  # of the fastest: rivals above it are as fast, as far as one run can tell on a quiet machine
+_LEAST_TIED = 0.85  # whatever the noise: rivals further apart are both worth knowing the faster of
 _AGAIN = "_again"  # ends the names of further runs of what the candidates are on top of
 # What the second does leaves the first nothing to save, though each alone may gain.
 _TAKEN_OVER = {
@@ -66,7 +67,8 @@ def screening_rows(base: Recipe, candidates: Sequence[Candidate], first: SpeedUp
 
     Much of what helps in 16 bits does nothing in 32, and the other way round: a candidate is looked at where it would
     be used. What they are on top of runs three times, spread over the screening: the noise of a single run of it would
-    burden every gain.
+    burden every gain. The plain recipe, which precisions are compared with, runs once where there is a low one: the
+    study, in which it stands again, judges them. A machine that becomes faster meanwhile burdens what ran early.
     """
     dtype = first.get("mixed_precision")
     ground = next((c for c in candidates if c["key"] == "mixed_precision" and c["arguments"] == dtype), None)
@@ -108,12 +110,9 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
         ground: the name of the row that the others are on top of.
     """
     by_name = {row["recipe"]: row for row in rows}
-    of_plain = [by_name[PLAIN]] if PLAIN in by_name and _ran(by_name[PLAIN]) else []
     of_ground = _measures_of_the_ground(by_name, candidates, ground)
-    found = Screened()
-    if of_ground:
-        speeds = [row["samples_per_second"] for row in of_ground]
-        found.tied = min(_TIED, min(speeds) / max(speeds))
+    of_plain = of_ground if ground == PLAIN else [row for name, row in by_name.items() if name == PLAIN and _ran(row)]
+    found = Screened(tied=_tied([row["samples_per_second"] for row in of_ground]))
     for one in candidates:
         alone = one["stage"] == "PRECISION"
         is_ground = one["key"] == "mixed_precision" and ground == one["arguments"].get("dtype")
@@ -160,6 +159,17 @@ def _measures_of_the_ground(
         if row is not None and one["stage"] != "PRECISION" and one["key"] in row["no_effect"]:
             found.append(row)
     return [row for row in found if _ran(row)]
+
+
+def _tied(speeds: Sequence[float]) -> float:
+    """The share of the faster's speed from which on two single runs are not told apart, by runs of the same thing.
+
+    The least typical of three and more is left out: one that other work disturbed would make everything equal.
+    """
+    middle = statistics.median(speeds or [1.0])
+    usual = sorted(speeds, key=lambda speed: abs(speed - middle))
+    usual = usual[:-1] if len(usual) > 2 else usual
+    return min(_TIED, max(_LEAST_TIED, min(usual) / max(usual))) if usual else _TIED
 
 
 def _ran(row: Mapping[str, Any]) -> bool:
