@@ -19,7 +19,7 @@ import torch
 from composer_speedups import hardware, registry
 from composer_speedups.compilation import compiler, missing_tools
 from composer_speedups.errors import TaskError, UserError
-from composer_speedups.families import BERT_LIKE
+from composer_speedups.families import UNPADDABLE
 
 if TYPE_CHECKING:
     from composer_speedups.memory import Memory
@@ -306,7 +306,7 @@ def _first(
         yield "matmul_precision", {"precision": "high"}, "TF32 for the matmuls that stay in float32"
     if can.get("fused_adamw"):
         yield "fused_adamw", {}, "one kernel for all parameters; the same arithmetic"
-    if can.get("unpadding") and family in (None, *BERT_LIKE):
+    if can.get("unpadding") and family in (None, *UNPADDABLE):
         yield "unpadding", {}, "no work on padding; pays where texts differ in length"
     elif can.get("length_grouped_batches"):
         yield "length_grouped_batches", {}, "less padding; pays where texts differ in length. Compare the quality, too"

@@ -12,9 +12,11 @@ import torch
 __all__ = [
     "BERT_LIKE",
     "CAUSAL",
+    "DISTILBERT",
     "MASKED",
     "READ_ANYWHERE",
     "READ_FIRST",
+    "UNPADDABLE",
     "bert_like",
     "has_head",
     "positions",
@@ -22,6 +24,8 @@ __all__ = [
 
 # By `config.model_type`: embeddings, then `encoder.layer`, each with `attention.self`, `attention.output`, ...
 BERT_LIKE = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+DISTILBERT = ("distilbert",)  # the same mathematics in modules of other names
+UNPADDABLE = (*BERT_LIKE, *DISTILBERT)
 
 MASKED = ("ForMaskedLM",)
 CAUSAL = ("ForCausalLM", "LMHeadModel")

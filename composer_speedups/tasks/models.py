@@ -241,9 +241,11 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
     there = config.to_dict()
     own = config.attribute_map.get(name, name)
     if own not in there:
+        if value is None:  # how one takes away what a recipe for another family says
+            return
         near = difflib.get_close_matches(name, [*there, *config.attribute_map], n=3, cutoff=0.5)
         hint = f"nearest: {', '.join(near)}" if near else "the names are those of its config.json"
-        raise TaskError(f"model.config.{name} is no setting of a {config.model_type} model: {hint}")
+        raise TaskError(f"model.config.{name} is no setting of a {config.model_type} model: {hint}; null leaves it out")
     old = there[own]
     # An int will do for a float; a bool is no number, though Python thinks so.
     kinds = (int, float) if type(old) is float else (type(old),)

@@ -18,14 +18,28 @@ from composer_speedups import (
     apply_masked_token_head,
     apply_torch_compile,
     apply_unpadding,
+    packed_bert,
+    packed_distilbert,
+    packed_encoder,
 )
-from composer_speedups.algorithms import unpadding as module
 from composer_speedups.errors import ConflictError
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over
 
 ROWS, LENGTH = 6, 16
-FAMILIES = {"Bert": 0, "Roberta": 1, "XLMRoberta": 1, "Camembert": 1, "Electra": 0}  # and their padding ids
+FAMILIES = {  # and their padding ids
+    "Bert": 0,
+    "Roberta": 1,
+    "XLMRoberta": 1,
+    "Camembert": 1,
+    "Electra": 0,
+    "DistilBert": 0,
+}
+OTHER_NAMES = {  # of DistilBERT, for what its configuration does not take by BERT's
+    "intermediate_size": "hidden_dim",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
 
 
@@ -44,7 +58,11 @@ def make(family: str = "Bert", head: str = "ForSequenceClassification", **change
     )
     if family == "Electra":
         values["embedding_size"] = 16
-    config = getattr(transformers, f"{family}Config")(**(values | changes))
+    values |= changes
+    if family == "DistilBert":
+        values = {OTHER_NAMES.get(name, name): value for name, value in values.items()}
+        values |= {"seq_classif_dropout": 0.0, "qa_dropout": 0.0}
+    config = getattr(transformers, f"{family}Config")(**values)
     model = getattr(transformers, family + head)(config).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # no zero bias, no row of zeros for the padding id: they hide faults
@@ -116,6 +134,20 @@ def test_layers_see_real_tokens_and_little_more(multiple_of: int, filled: int) -
     assert int(inputs["attention_mask"].sum()) == 48 and seen == [filled] * 2
 
 
+def test_distilberts_modules_are_called_whoever_listens() -> None:
+    """Its embeddings and attention are given packed tokens: by their own calls, so that hooks hear of them."""
+    model, seen = make("DistilBert"), {}
+    apply_unpadding(model, multiple_of=1)
+    for name, module in model.distilbert.named_modules():
+        module.register_forward_hook(lambda _, __, ___, name=name: seen.update({name: True}))
+    inputs = batch("ForSequenceClassification")
+    expected = make("DistilBert")
+    expected.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, rtol=1e-10, atol=1e-10)
+    named = {name for name, module in model.distilbert.named_modules() if not isinstance(module, torch.nn.ModuleList)}
+    assert named - set(seen) == {f"transformer.layer.{n}.attention.dropout" for n in (0, 1)}, "as in the stock model"
+
+
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification"])
 def test_padding_has_no_part_in_anything(head: str) -> None:
     model, inputs = make(head=head), batch(head)
@@ -137,6 +169,8 @@ KINDS = [
     ("Roberta", "ForMaskedLM"),
     ("Electra", "ForTokenClassification"),
     ("XLMRoberta", "ForQuestionAnswering"),
+    ("DistilBert", "ForSequenceClassification"),
+    ("DistilBert", "ForMaskedLM"),
 ]
 
 
@@ -263,12 +297,16 @@ def test_block_compile_without_breaks_or_endless_recompiles(multiple_of: int, gr
         ({"attention_mask": torch.ones(ROWS, LENGTH, LENGTH)}, r"attention mask is \(6, 16, 16\)"),
     ],
 )
-def test_what_packing_cannot_give_takes_the_stock_forward(extra: dict, text: str, caplog) -> None:
+@pytest.mark.parametrize("family", ["Bert", "DistilBert"])
+def test_what_packing_cannot_give_takes_the_stock_forward(family: str, extra: dict, text: str, caplog) -> None:
+    if family == "DistilBert" and "attention_mask" in extra:
+        pytest.skip("the stock model takes no such mask either")
     head = "ForTokenClassification"
-    stock = transformers.BertForTokenClassification._from_config(make().config, attn_implementation="eager").double()
+    cls = getattr(transformers, family + head)
+    stock = cls._from_config(make(family).config, attn_implementation="eager").double()
     fast = copy.deepcopy(stock)
     apply_unpadding(fast)
-    module._warn.cache_clear()
+    packed_encoder.say_once.cache_clear()
     inputs = batch(head) | extra
     with caplog.at_level(logging.WARNING, "composer_speedups"):
         out = fast(**inputs)
@@ -298,8 +336,9 @@ def test_a_row_of_padding_only() -> None:
     assert torch.equal(fast(**inputs).logits, compare_to(**inputs).logits)
 
 
-def test_masked_token_head_goes_with_it() -> None:
-    stock, inputs = make(head="ForMaskedLM").train(), batch("ForMaskedLM", kind="holes")
+@pytest.mark.parametrize("family", ["Bert", "DistilBert"])
+def test_masked_token_head_goes_with_it(family: str) -> None:
+    stock, inputs = make(family, "ForMaskedLM").train(), batch("ForMaskedLM", kind="holes")
     inputs["labels"][:, ::2] = -100
     fast = copy.deepcopy(stock)
     apply_unpadding(fast)
@@ -393,7 +432,7 @@ class TestTrainer:
             counted.append(hasattr(mask, "_composer_speedups_counts"))
             return counts_of(mask)
 
-        monkeypatch.setattr(module, "counts_of", look)
+        monkeypatch.setattr(packed_encoder, "counts_of", look)
         make_trainer([algorithm], device_train_microbatch_size=4).fit()
         assert algorithm.evidence["changed"] == 2
         assert algorithm.evidence["kernel"] == "per sequence"
@@ -456,28 +495,33 @@ def _restarts_nowhere(self, ids):  # positions in the packed row, not in the seq
     return torch.arange(ids.numel()).clamp(max=39).view(ids.shape)
 
 
+@pytest.mark.parametrize("family", ["Bert", "DistilBert"])
 @pytest.mark.parametrize("fault", ["mask", "positions", "types", "qkv", "first"])
-def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
+def test_a_planted_fault_is_found(fault: str, family: str, monkeypatch) -> None:
+    if family == "DistilBert" and fault in ("types", "first"):
+        pytest.skip("it has no token types, and no pooler that is given first tokens")
     head = "ForSequenceClassification"
-    stock = make()
+    stock = make(family)
     fast = copy.deepcopy(stock)
     apply_unpadding(fast)
-    inputs = batch(head) | {"token_type_ids": torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 2}
+    types = {"token_type_ids": torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 2}
+    inputs = batch(head) | (types if family == "Bert" else {})
     compare(stock, fast, head, inputs)
     stock.zero_grad()
     fast.zero_grad()
     if fault == "mask":
         of = Packing.of
-        monkeypatch.setattr(module.Packing, "of", staticmethod(lambda m, *_: of(torch.ones_like(m), [LENGTH] * len(m))))
+        monkeypatch.setattr(Packing, "of", staticmethod(lambda m, *_: of(torch.ones_like(m), [LENGTH] * len(m))))
     elif fault == "positions":
-        monkeypatch.setattr(module._Unpadded, "_positions", _restarts_nowhere)
+        surgery = packed_bert if family == "Bert" else packed_distilbert
+        monkeypatch.setattr(surgery._Encoder, "positions_of", _restarts_nowhere)
     elif fault == "types":
         inputs_fast = inputs | {"token_type_ids": None}
         forward = fast.forward
         monkeypatch.setattr(fast, "forward", lambda **kw: forward(**inputs_fast))
     elif fault == "qkv":
-        monkeypatch.setattr(module, "joint_linear", lambda layers, x: joint_linear(layers, x)[::-1])
+        monkeypatch.setattr(packed_encoder, "joint_linear", lambda layers, x: joint_linear(layers, x)[::-1])
     else:
-        monkeypatch.setattr(module.Packing, "first", lambda self, x: x[: self.rows])
+        monkeypatch.setattr(Packing, "first", lambda self, x: x[: self.rows])
     with pytest.raises(AssertionError, match="close"):
         compare(stock, fast, head, inputs)

@@ -31,6 +31,12 @@ def built(model: ModelSpec, task: TaskSpec | None = None, seed: int | None = 0):
     return build_model(model, made, seed=seed), made
 
 
+def test_null_leaves_out_what_a_recipe_says_for_another_family():
+    config = TINY_DISTILBERT | {"intermediate_size": None}
+    model, _ = built(ModelSpec(name="distilbert-base-uncased", pretrained=False, config=config))
+    assert not hasattr(model.config, "intermediate_size")
+
+
 @pytest.mark.parametrize("objective", ["classification", "mlm"])
 @pytest.mark.parametrize(
     "name", ["bert-base-uncased", "roberta-base", "distilbert-base-uncased", "prajjwal1/bert-mini"]
@@ -160,6 +166,7 @@ def test_a_model_that_cannot_be_had_is_one_clear_error(spec: ModelSpec, message:
     ("config", "message"),
     [
         ({"num_hidden_layer": 2}, "nearest: num_hidden_layers"),
+        ({"of_no_model": 2}, "the names are those of its config.json; null leaves it out"),
         ({"num_hidden_layers": 2.5}, "must be of type int"),
         ({"num_hidden_layers": True}, "must be of type int"),
         ({"hidden_act": 3}, "must be of type str"),

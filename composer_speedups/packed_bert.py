@@ -1,0 +1,78 @@
+"""BERT, and what is built as it is, on packed tokens: mixed into its modules by `Unpadding`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from composer_speedups.packed_encoder import PACKED, PackedAttention, PackedEncoder, for_compiled
+from composer_speedups.packing import Packing
+from composer_speedups.surgery import mix_in
+
+__all__ = ["pack_bert"]
+
+
+def pack_bert(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
+    """Let `encoder`, and the head of `owner` where one works on packed tokens, do so; return its attention layers."""
+    mix_in(_Encoder, encoder)
+    for layer in encoder.encoder.layer:
+        mix_in(_Attention, layer.attention.self)
+    for head in (getattr(owner, name, None) for name in ("cls", "lm_head")):
+        if encoder.reads_anywhere and type(head).__name__.endswith(("OnlyMLMHead", "LMHead")):
+            mix_in(_MaskedHead, head)
+    return len(encoder.encoder.layer)
+
+
+class _Encoder(PackedEncoder):
+    def forward(
+        self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, *args: Any, **kwargs: Any
+    ):
+        packing = self.packing_of(input_ids, attention_mask, args, kwargs)
+        if packing is None:
+            return super().forward(input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs)
+        ids = packing.pack(input_ids)[None]
+        types = torch.zeros_like(ids) if token_type_ids is None else packing.pack(token_type_ids)[None]
+        positions = self.positions_of(input_ids) if position_ids is None else position_ids
+        hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=packing.pack(positions)[None])[0]
+        if hasattr(self, "embeddings_project"):
+            hidden = self.embeddings_project(hidden)
+        hidden = self.encoder(for_compiled(hidden, self.encoder.layer), attention_mask=packing)[0]
+        pooler = getattr(self, "pooler", None)
+        if getattr(self.encoder, "asked_for_first", False):  # by LastLayerSubset
+            first, padded = hidden, hidden[:, None]
+        else:
+            first, padded = None if pooler is None else packing.first(hidden), self.padded(hidden, packing)
+        pooled = None if pooler is None else pooler(first[:, None])
+        out = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=padded, pooler_output=pooled)
+        named = kwargs.get("return_dict")
+        return out if (self.config.return_dict if named is None else named) else out.to_tuple()
+
+    def positions_of(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the padded embeddings would use: RoBERTa and its kind count tokens that are not padding ids."""
+        padding = getattr(self.embeddings, "padding_idx", None)
+        if padding is None:
+            return self.embeddings.position_ids[:, : input_ids.shape[1]]
+        real = (input_ids != padding).long()
+        return real.cumsum(1) * real + padding
+
+
+class _Attention(PackedAttention):
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
+        if not isinstance(attention_mask, Packing):
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        return self.attend(hidden_states, attention_mask), None
+
+    def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
+        return self.query, self.key, self.value
+
+
+class _MaskedHead:
+    """Mixed into a masked language model's head: the logits of real tokens only, padded with zeros."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden, packing = getattr(hidden_states, PACKED, None) or (None, None)
+        if packing is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        return packing.pad(super().forward(hidden, *args, **kwargs))

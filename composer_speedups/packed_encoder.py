@@ -1,0 +1,82 @@
+"""What `Unpadding` mixes into encoders of every family: when a batch can be packed, and attention over packed tokens.
+
+Each family's own part is beside this: `packed_bert.py`, `packed_distilbert.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+
+from composer_speedups.joint_linear import joint_linear
+from composer_speedups.kernels.varlen_attention import varlen_attention
+from composer_speedups.packing import Packing, counts_of
+
+__all__ = ["PACKED", "PackedAttention", "PackedEncoder", "for_compiled", "say_once"]
+
+log = logging.getLogger("composer_speedups")
+
+PACKED = "_composer_speedups_packed"  # of padded hidden states: (the packed ones, their packing), for a head
+_HARMLESS = {"return_dict", "output_attentions", "output_hidden_states", "use_cache", "num_items_in_batch", "labels"}
+
+
+class PackedEncoder:
+    """Mixed into an encoder: packs, runs embeddings and layers, pads what is returned."""
+
+    packed_multiple_of: int  # packed tokens are filled up to a multiple of this, as far as there is padding
+    reads_anywhere: bool  # whether the head reads tokens of any place, or each row's first
+
+    @torch.compiler.disable
+    def packing_of(self, input_ids, mask, args: tuple, kwargs: dict[str, Any]) -> Packing | None:
+        """How to pack this batch; None, said once, where only the padded forward pass is right."""
+        extras = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+        for name in ("output_attentions", "output_hidden_states"):
+            asked = kwargs.get(name)
+            extras += [name] if (getattr(self.config, name, False) if asked is None else asked) else []
+        if input_ids is None or extras or any(value is not None for value in args):
+            return say_once(f"{', '.join(extras) or 'inputs other than ids'} asked for")
+        if mask is None:
+            mask, counts = torch.ones_like(input_ids), [input_ids.shape[1]] * len(input_ids)
+        elif mask.shape != input_ids.shape:
+            return say_once(f"the attention mask is {tuple(mask.shape)}, not as the ids [rows, length]")
+        else:
+            counts = counts_of(mask)
+        if not any(counts) or (not self.reads_anywhere and min(counts) <= 0):
+            return say_once("a row's first position, which is read by the head, is padding")
+        return Packing.of(mask, counts, self.packed_multiple_of)
+
+    def padded(self, hidden: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """[total, width] -> [rows, length, width], with what a head that works on packed tokens looks for."""
+        padded = packing.pad(hidden)
+        if not torch.compiler.is_compiling():
+            setattr(padded, PACKED, (hidden, packing))
+        return padded
+
+
+class PackedAttention:
+    """Mixed into a self-attention layer: given a `Packing` as mask, hidden states are [total, width]."""
+
+    def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
+        """The layers of queries, keys and values."""
+        raise NotImplementedError
+
+    def attend(self, hidden_states: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """[total, width] -> [total, width]: the heads' outputs, beside each other."""
+        projected = joint_linear(self.projections(), hidden_states)
+        q, k, v = (x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
+        dropout = self.dropout.p if self.training else 0.0
+        return varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout).flatten(1)
+
+
+def for_compiled(hidden: torch.Tensor, layers: torch.nn.ModuleList) -> torch.Tensor:
+    """`hidden` as compiled layers take it: for views or for none. The first would have a graph of its own."""
+    return hidden.clone() if any(layer._compiled_call_impl is not None for layer in layers) else hidden
+
+
+@cache
+def say_once(reason: str) -> None:
+    """Say why a batch is not packed."""
+    log.warning("Unpadding: %s: such batches take the padded forward pass", reason)
