@@ -17,7 +17,6 @@ __all__ = [
     "READ_ANYWHERE",
     "READ_FIRST",
     "UNPADDABLE",
-    "bert_like",
     "has_head",
     "positions",
 ]
@@ -31,16 +30,6 @@ MASKED = ("ForMaskedLM",)
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 READ_FIRST = ("ForSequenceClassification", "ForMultipleChoice")
 READ_ANYWHERE = ("ForTokenClassification", "ForQuestionAnswering", *MASKED)
-
-
-def bert_like(config: Any) -> bool:
-    """Whether a model of this configuration is built as BERT is; where its positions enter, `positions` says.
-
-    >>> from transformers import BertConfig, GPT2Config
-    >>> bert_like(BertConfig()), bert_like(GPT2Config())
-    (True, False)
-    """
-    return getattr(config, "model_type", None) in BERT_LIKE
 
 
 def positions(config: Any) -> str:

@@ -41,7 +41,8 @@ class _Encoder(PackedEncoder):
         positions = packing.pack(self.positions_of(input_ids))
         hidden = self.embeddings(packing.pack(input_ids), packed_positions=positions)
         hidden = self.transformer(for_compiled(hidden, self.transformer.layer), packing, **self.packed_arguments)[0]
-        out = BaseModelOutput(last_hidden_state=self.padded(hidden, packing))
+        first = getattr(self.transformer, "asked_for_first", False)  # by LastLayerSubset
+        out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
         named = kwargs.get("return_dict")
         return out if (self.config.return_dict if named is None else named) else out.to_tuple()
 

@@ -9,8 +9,9 @@ width on keys and values: about ten twelfths of the last layer go.
 
 **When it pays.** With few layers, much (of 4 layers a fifth), with 12 about 7 %. Dropout draws fewer numbers.
 
-**Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT or ELECTRA with
-transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM, token
+**Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or
+DistilBERT (with `Unpadding` or PyTorch's attention) with transformers' own `forward`: one of your own may read other
+tokens. Heads that read every token (MLM, token
 classification, question answering) and bare encoders have nothing to leave out: the report says so.
 `output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself (but not
 with gradient checkpointing and gradients); while the classifier runs, its `last_hidden_state` is [rows, 1, width]. With
@@ -30,7 +31,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.compat import layer_result
-from composer_speedups.families import BERT_LIKE, READ_FIRST, bert_like, has_head, positions
+from composer_speedups.families import DISTILBERT, READ_FIRST, UNPADDABLE, has_head, positions
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packing import Packing
@@ -53,7 +54,7 @@ def apply_last_layer_subset(model: torch.nn.Module) -> int:
     for owner, encoder in owners:
         mix_in(_Owner, owner)
         mix_in(_Stack, encoder)
-        mix_in(_FirstOnly, encoder.layer[-1])
+        mix_in(_FirstOfDistilBert if owner.config.model_type in DISTILBERT else _FirstOfBert, encoder.layer[-1])
     return len(owners)
 
 
@@ -74,7 +75,7 @@ class LastLayerSubset(SpeedUp):
         self.report(
             logger,
             count,
-            f"no sequence classifier of {', '.join(BERT_LIKE)} with transformers' own forward in the model; other "
+            f"no sequence classifier of {', '.join(UNPADDABLE)} with transformers' own forward in the model; other "
             "heads read every token",
         )
 
@@ -82,19 +83,24 @@ class LastLayerSubset(SpeedUp):
 def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
     """The stack of layers of the classifier `owner`, if its last layer may be cut."""
     config = getattr(owner, "config", None)
-    if not (bert_like(config) and has_head(owner, READ_FIRST) and stock_forward(owner)):
+    known = getattr(config, "model_type", None) in UNPADDABLE
+    if not (known and has_head(owner, READ_FIRST) and stock_forward(owner)):
         return None
     if getattr(config, "summary_type", "first") != "first":  # ELECTRA's multiple choice may take a mean
         return None
-    encoder = getattr(getattr(owner, owner.base_model_prefix, None), "encoder", None)
+    encoder = _stack(getattr(owner, owner.base_model_prefix, None))
     if (
         isinstance(owner, _Owner)
-        or config.is_decoder
+        or getattr(config, "is_decoder", False)
         or positions(config) != "absolute"
         or not getattr(encoder, "layer", None)
     ):
         return None
     return encoder
+
+
+def _stack(base: torch.nn.Module | None) -> torch.nn.Module | None:
+    return getattr(base, "encoder", None) or getattr(base, "transformer", None)  # the second is DistilBERT's
 
 
 _IDS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # a classifier's first arguments
@@ -107,9 +113,8 @@ class _Owner:
         asked = (kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
         default = (self.config.output_hidden_states, self.config.output_attentions)
         whole = any(d if a is None else a for a, d in zip(asked, default, strict=True))
-        stack = self.base_model.encoder
-        attention = stack.layer[-1].attention
-        whole |= any(map(hooked, (attention, attention.self, attention.self.dropout)))  # they would not be called
+        stack = _stack(self.base_model)
+        whole |= any(map(hooked, stack.layer[-1].worked_around()))
         stack.asked_for_first = not whole and len(args) <= len(_IDS)  # any further one could be either of them
         try:
             return super().forward(*args, **kwargs)
@@ -140,19 +145,53 @@ class _FirstOnly:
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
         extras = (*args, *(kwargs.get(name) for name in ("head_mask", "encoder_hidden_states", "past_key_value")))
         unknown_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 4
-        if not self.first_only or unknown_mask or any(extra is not None for extra in extras):
+        if not self.first_only or unknown_mask or any(extra is not None and extra is not False for extra in extras):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        attention = self.attention.self
         packed = isinstance(attention_mask, Packing)
         first = attention_mask.first(hidden_states) if packed else hidden_states[:, :1]
-        size, dropout = attention.attention_head_size, attention.dropout.p if self.training else 0.0
-        keys, values = joint_linear((attention.key, attention.value), hidden_states)
-        q, k, v = (x.unflatten(-1, (-1, size)) for x in (attention.query(first), keys, values))
-        if packed:
-            context = varlen_attention(q, k, v, attention_mask.ones(), attention_mask.lengths, dropout)
-        else:
-            mask = None if attention_mask is None else attention_mask[:, :, :1]
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            context = F.scaled_dot_product_attention(q, k, v, mask, dropout).transpose(1, 2)
-        attended = self.attention.output(context.flatten(-2), first)
-        return layer_result(self.output(self.intermediate(attended), attended))
+        return layer_result(self.compute_first(first, hidden_states, attention_mask))
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        """Modules that are not called here, but are in the whole layer."""
+        raise NotImplementedError
+
+    def compute_first(self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any) -> torch.Tensor:
+        """The layer's output for the tokens `first` of `hidden_states`."""
+        raise NotImplementedError
+
+
+class _FirstOfBert(_FirstOnly):
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return self.attention, self.attention.self, self.attention.self.dropout
+
+    def compute_first(self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any) -> torch.Tensor:
+        attention = self.attention.self
+        keys_and_values = joint_linear((attention.key, attention.value), hidden_states)
+        context = _attend(attention, attention.query(first), *keys_and_values, mask)
+        attended = self.attention.output(context, first)
+        return self.output(self.intermediate(attended), attended)
+
+
+class _FirstOfDistilBert(_FirstOnly):
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return self.attention, self.attention.dropout
+
+    def compute_first(self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any) -> torch.Tensor:
+        attention = self.attention
+        keys_and_values = joint_linear((attention.k_lin, attention.v_lin), hidden_states)
+        context = _attend(attention, attention.q_lin(first), *keys_and_values, mask)
+        attended = self.sa_layer_norm(attention.out_lin(context) + first)
+        return self.output_layer_norm(self.ffn(attended) + attended)
+
+
+def _attend(
+    attention: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any
+) -> torch.Tensor:
+    """[rows, 1, width] out of [rows, length, width], or packed, [rows, width] out of [total, width]."""
+    dropout = attention.dropout.p if attention.training else 0.0
+    q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in (query, key, value))
+    if isinstance(mask, Packing):
+        return varlen_attention(q, k, v, mask.ones(), mask.lengths, dropout).flatten(-2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = None if mask is None else mask[:, :, :1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout).transpose(1, 2).flatten(-2)

@@ -11,7 +11,13 @@ from composer_speedups import LastLayerSubset, Unpadding, apply_last_layer_subse
 from composer_speedups.algorithms import last_layer_subset as module
 from composer_speedups.joint_linear import joint_linear
 
-PADDING = {"Bert": 0, "Roberta": 1, "Electra": 0}
+PADDING = {"Bert": 0, "Roberta": 1, "Electra": 0, "DistilBert": 0}
+EACH_KIND = pytest.mark.parametrize("family", ["Bert", "DistilBert"])  # of layer
+OTHER_NAMES = {  # of DistilBERT, for what its configuration does not take by BERT's
+    "intermediate_size": "hidden_dim",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
 
 
 def make(family: str = "Bert", attention: str = "sdpa", **changes: object) -> torch.nn.Module:
@@ -29,12 +35,20 @@ def make(family: str = "Bert", attention: str = "sdpa", **changes: object) -> to
     )
     if family == "Electra":
         attention = "eager"  # 4.53 has no other
-    config = getattr(transformers, f"{family}Config")(**(values | changes))
+    values |= changes
+    if family == "DistilBert":
+        values = {OTHER_NAMES.get(name, name): value for name, value in values.items()} | {"seq_classif_dropout": 0.0}
+    config = getattr(transformers, f"{family}Config")(**values)
     cls = getattr(transformers, f"{family}ForSequenceClassification")
     model = cls._from_config(config, attn_implementation=attention).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def stack(model: torch.nn.Module) -> torch.nn.Module:
+    base = model.base_model
+    return base.transformer if hasattr(base, "transformer") else base.encoder
 
 
 def batch(kind: str = "right", padding_id: int = 0) -> dict[str, torch.Tensor]:
@@ -76,21 +90,24 @@ def test_equals_the_whole_layer(family: str, attention: str, order: str, kind: s
     compare(stock, fast, batch(kind, PADDING[family]))
 
 
+@EACH_KIND
 @pytest.mark.parametrize("unpadded", [False, True])
-def test_last_feed_forward_sees_one_token_a_row(unpadded: bool) -> None:
-    model, seen = make(), []
+def test_last_feed_forward_sees_one_token_a_row(unpadded: bool, family: str) -> None:
+    model, seen = make(family), []
     apply_last_layer_subset(model)
     if unpadded:
         apply_unpadding(model, multiple_of=1)
-    for layer in model.bert.encoder.layer:
-        layer.output.dense.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
+    for layer in stack(model).layer:
+        last = layer.output.dense if family == "Bert" else layer.ffn.lin2
+        last.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
     inputs = batch()
     model(**inputs)
     assert seen == [int(inputs["attention_mask"].sum()) if unpadded else 5 * 16, 5]
 
 
-def test_gradient_checkpointing() -> None:
-    stock = make().train()
+@EACH_KIND
+def test_gradient_checkpointing(family: str) -> None:
+    stock = make(family).train()
     fast = copy.deepcopy(stock)
     apply_last_layer_subset(fast)
     apply_unpadding(fast)
@@ -99,14 +116,16 @@ def test_gradient_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("unpadded", [False, True])
-@pytest.mark.parametrize("place", ["attention", "attention.self"])
-def test_a_hook_on_its_attention_sees_all_tokens(place: str, unpadded: bool) -> None:
-    stock, seen = make(), []
+@pytest.mark.parametrize(
+    ("family", "place"), [("Bert", "attention"), ("Bert", "attention.self"), ("DistilBert", "attention")]
+)
+def test_a_hook_on_its_attention_sees_all_tokens(family: str, place: str, unpadded: bool) -> None:
+    stock, seen = make(family), []
     fast = copy.deepcopy(stock)
     apply_last_layer_subset(fast)
     if unpadded:
         apply_unpadding(fast, multiple_of=1)
-    module = fast.bert.encoder.layer[-1].get_submodule(place)
+    module = stack(fast).layer[-1].get_submodule(place)
     handle = module.register_forward_hook(lambda *given: seen.append(given[2][0].shape[:-1].numel()))
     inputs = batch()
     compare(stock, fast, inputs)
@@ -130,9 +149,10 @@ def test_a_hook_for_one_step_of_several_with_checkpointing(reentrant: bool) -> N
     compare(stock, fast, inputs)
 
 
+@EACH_KIND
 @pytest.mark.parametrize("unpadded", [False, True])
-def test_hidden_states_and_attentions_are_whole(unpadded: bool) -> None:
-    stock = make(attention="eager")
+def test_hidden_states_and_attentions_are_whole(unpadded: bool, family: str) -> None:
+    stock = make(family, attention="eager")
     fast = copy.deepcopy(stock)
     apply_last_layer_subset(fast)
     if unpadded:
@@ -147,8 +167,9 @@ def test_hidden_states_and_attentions_are_whole(unpadded: bool) -> None:
     compare(stock, fast, inputs)  # and afterwards cut again
 
 
-def test_dropout_is_drawn_in_training_only() -> None:
-    model, inputs = make(attention_probs_dropout_prob=0.5), batch()
+@EACH_KIND
+def test_dropout_is_drawn_in_training_only(family: str) -> None:
+    model, inputs = make(family, attention_probs_dropout_prob=0.5), batch()
     apply_last_layer_subset(model)
     model.train()
     assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
@@ -156,11 +177,12 @@ def test_dropout_is_drawn_in_training_only() -> None:
     assert torch.equal(model(**inputs).logits, model(**inputs).logits)
 
 
+@EACH_KIND
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "Model"])
-def test_heads_that_read_every_token_are_left_alone(head: str) -> None:
-    config = make().config
+def test_heads_that_read_every_token_are_left_alone(head: str, family: str) -> None:
+    config = make(family).config
     config.num_labels = 2
-    assert apply_last_layer_subset(getattr(transformers, f"Bert{head}")(config)) == 0
+    assert apply_last_layer_subset(getattr(transformers, f"{family}{head}")(config)) == 0
 
 
 class MeanPoolForSequenceClassification(transformers.BertForSequenceClassification):
@@ -191,9 +213,10 @@ def test_electra_may_sum_its_choices_up_otherwise(kind: str) -> None:
     assert apply_last_layer_subset(transformers.ElectraForMultipleChoice(config)) == (kind == "first")
 
 
+@EACH_KIND
 @pytest.mark.parametrize("unpadded", [False, True])
-def test_the_encoder_by_itself_computes_all_tokens(unpadded: bool) -> None:
-    stock, inputs = make(), batch()
+def test_the_encoder_by_itself_computes_all_tokens(unpadded: bool, family: str) -> None:
+    stock, inputs = make(family), batch()
     fast = copy.deepcopy(stock)
     apply_last_layer_subset(fast)
     if unpadded:
@@ -201,15 +224,18 @@ def test_the_encoder_by_itself_computes_all_tokens(unpadded: bool) -> None:
     labels = inputs.pop("labels")
     mask = inputs["attention_mask"][..., None]
     for _ in range(2):  # after the classifier has run, too
-        expected, out = (model.bert(**inputs).last_hidden_state for model in (stock, fast))
+        expected, out = (model.base_model(**inputs).last_hidden_state for model in (stock, fast))
         torch.testing.assert_close(out * mask, expected * mask, rtol=1e-10, atol=1e-10)
         fast(**inputs, labels=labels)
 
 
+@EACH_KIND
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("order", ["alone", "before", "after"])
-def test_the_encoder_may_be_called_while_the_classifier_waits_for_its_backward(order: str, reentrant: bool) -> None:
-    stock, inputs = make().train(), batch()
+def test_the_encoder_may_be_called_while_the_classifier_waits_for_its_backward(
+    order: str, reentrant: bool, family: str
+) -> None:
+    stock, inputs = make(family).train(), batch()
     fast = copy.deepcopy(stock)
     if order == "after":
         apply_unpadding(fast)
@@ -221,8 +247,9 @@ def test_the_encoder_may_be_called_while_the_classifier_waits_for_its_backward(o
     fast.eval()
     with torch.no_grad():
         looked = {name: value for name, value in inputs.items() if name != "labels"}
-        assert fast.bert(**looked).last_hidden_state.shape[1] == 16
-        assert fast.bert.encoder(torch.zeros(2, 5, 32).double())[0].shape[1] == 5
+        assert fast.base_model(**looked).last_hidden_state.shape[1] == 16
+        if family == "Bert":
+            assert fast.bert.encoder(torch.zeros(2, 5, 32).double())[0].shape[1] == 5
     fast.train()
     expected.backward()
     loss.backward()
@@ -243,9 +270,10 @@ def test_warns_when_there_is_no_classifier(make_trainer) -> None:
         make_trainer([LastLayerSubset()], model=ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2))
 
 
+@EACH_KIND
 @pytest.mark.parametrize("fault", ["mask", "first", "kv"])
-def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
-    stock = make()
+def test_a_planted_fault_is_found(fault: str, family: str, monkeypatch) -> None:
+    stock = make(family)
     fast = copy.deepcopy(stock)
     apply_last_layer_subset(fast)
     forward = module._FirstOnly.forward
