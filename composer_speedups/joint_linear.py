@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.surgery import hooked
 
 __all__ = ["joint_linear"]
@@ -29,13 +30,14 @@ def joint_linear(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> tuple[to
     >>> [tuple(y.shape) for y in joint_linear(layers, torch.ones(5, 2))]
     [(5, 3), (5, 1)]
     """
-    if not all(_plain(m) for m in layers):
+    if not all(map(_only_linear, layers)):
         return tuple(m(x) for m in layers)
     weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
     return F.linear(x, weight, bias).split([m.out_features for m in layers], -1)
 
 
-def _plain(layer: torch.nn.Module) -> bool:
+def _only_linear(layer: torch.nn.Module) -> bool:
     """Whether calling `layer` is nothing but a matmul with its weight. A quantised weight is a tensor of other type."""
-    known = type(layer) is torch.nn.Linear and layer.bias is not None and not hooked(layer)
-    return known and all(type(p) in (torch.nn.Parameter, torch.Tensor) for p in (layer.weight, layer.bias))
+    if type(layer) is not torch.nn.Linear or layer.bias is None or hooked(layer):
+        return False
+    return all(type(p) in (torch.nn.Parameter, torch.Tensor) or shape_only(p) for p in (layer.weight, layer.bias))

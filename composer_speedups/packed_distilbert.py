@@ -7,6 +7,8 @@ take no positions, its layers take head masks, and its attention takes the same 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def pack_distilbert(encoder: torch.nn.Module) -> int:
 
 
 class _Encoder(PackedEncoder):
-    packed_arguments: dict[str, Any]  # what the layers' stack asks for besides hidden states and mask
+    packed_arguments: Mapping[str, Any] = MappingProxyType({})  # that its stack of layers asks for besides
 
     def forward(self, input_ids=None, attention_mask=None, *args: Any, **kwargs: Any):
         packing = self.packing_of(input_ids, attention_mask, args, kwargs)
@@ -48,7 +50,7 @@ class _Encoder(PackedEncoder):
 
     def positions_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the padded embeddings would use: columns of the batch, padding on the left included."""
-        return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return self.embeddings.position_ids[:, : input_ids.shape[1]]
 
 
 class _Embeddings:

@@ -26,8 +26,8 @@ _HARMLESS = {"return_dict", "output_attentions", "output_hidden_states", "use_ca
 class PackedEncoder:
     """Mixed into an encoder: packs, runs embeddings and layers, pads what is returned."""
 
-    packed_multiple_of: int  # packed tokens are filled up to a multiple of this, as far as there is padding
-    reads_anywhere: bool  # whether the head reads tokens of any place, or each row's first
+    packed_multiple_of = 64  # packed tokens are filled up to a multiple of this, as far as there is padding
+    reads_anywhere = False  # whether the head reads tokens of any place, or each row's first
 
     @torch.compiler.disable
     def packing_of(self, input_ids, mask, args: tuple, kwargs: dict[str, Any]) -> Packing | None:

@@ -85,6 +85,13 @@ def test_a_weight_of_another_type_is_left_to_its_layer() -> None:
     torch.testing.assert_close(list(joint_linear(linear, x)), [m(x) for m in linear], **CLOSE)
 
 
+def test_compiled_without_a_break() -> None:
+    linear, x = layers(), torch.randn(7, 6, dtype=torch.float64)
+    compiled = torch.compile(lambda x: joint_linear(linear, x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(list(compiled(x)), [m(x) for m in linear], **CLOSE)
+    torch._dynamo.reset()
+
+
 def test_frozen_weights_have_no_gradient_and_the_others_theirs() -> None:
     linear, x = layers(), torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
     linear[0].requires_grad_(False)

@@ -10,9 +10,8 @@ width on keys and values: about ten twelfths of the last layer go.
 **When it pays.** With few layers, much (of 4 layers a fifth), with 12 about 7 %. Dropout draws fewer numbers.
 
 **Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or
-DistilBERT (with `Unpadding` or PyTorch's attention) with transformers' own `forward`: one of your own may read other
-tokens. Heads that read every token (MLM, token
-classification, question answering) and bare encoders have nothing to leave out: the report says so.
+DistilBERT with transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM,
+token classification, question answering) and bare encoders have nothing to leave out: the report says so.
 `output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself (but not
 with gradient checkpointing and gradients); while the classifier runs, its `last_hidden_state` is [rows, 1, width]. With
 a hook on the last layer's attention (Composer sets some to look for a microbatch size under FSDP) it is computed whole,
@@ -114,7 +113,8 @@ class _Owner:
         default = (self.config.output_hidden_states, self.config.output_attentions)
         whole = any(d if a is None else a for a, d in zip(asked, default, strict=True))
         stack = _stack(self.base_model)
-        whole |= any(map(hooked, stack.layer[-1].worked_around()))
+        last = stack.layer[-1]  # another one if somebody has cut the model, or built a new one of its class
+        whole |= not isinstance(last, _FirstOnly) or any(map(hooked, last.worked_around()))
         stack.asked_for_first = not whole and len(args) <= len(_IDS)  # any further one could be either of them
         try:
             return super().forward(*args, **kwargs)
@@ -129,6 +129,8 @@ class _Stack:
 
     def forward(self, *args: Any, **kwargs: Any):
         layer, asked = self.layer[-1], self.asked_for_first
+        if not isinstance(layer, _FirstOnly):
+            return super().forward(*args, **kwargs)
         before, layer.first_only = layer.first_only, bool(asked)
         try:
             return super().forward(*args, **kwargs)
@@ -141,15 +143,19 @@ class _FirstOnly:
     """Mixed into a layer: [rows, length, width] -> [rows, 1, width], or packed, [total, width] -> [rows, width]."""
 
     first_only = False
+    masks_are_rows = False  # whether a mask of [rows, length] says which tokens are real
 
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
         extras = (*args, *(kwargs.get(name) for name in ("head_mask", "encoder_hidden_states", "past_key_value")))
-        unknown_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 4
+        mask = attention_mask
+        if self.masks_are_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            least = torch.finfo(hidden_states.dtype).min
+            mask = hidden_states.new_zeros(mask.shape).masked_fill(mask == 0, least)[:, None, None]
+        unknown_mask = isinstance(mask, torch.Tensor) and mask.dim() != 4
         if not self.first_only or unknown_mask or any(extra is not None and extra is not False for extra in extras):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        packed = isinstance(attention_mask, Packing)
-        first = attention_mask.first(hidden_states) if packed else hidden_states[:, :1]
-        return layer_result(self.compute_first(first, hidden_states, attention_mask))
+        first = mask.first(hidden_states) if isinstance(mask, Packing) else hidden_states[:, :1]
+        return layer_result(self.compute_first(first, hidden_states, mask))
 
     def worked_around(self) -> tuple[torch.nn.Module, ...]:
         """Modules that are not called here, but are in the whole layer."""
@@ -173,6 +179,8 @@ class _FirstOfBert(_FirstOnly):
 
 
 class _FirstOfDistilBert(_FirstOnly):
+    masks_are_rows = True  # in eager attention of transformers 4.53
+
     def worked_around(self) -> tuple[torch.nn.Module, ...]:
         return self.attention, self.attention.dropout
 
@@ -193,5 +201,11 @@ def _attend(
     if isinstance(mask, Packing):
         return varlen_attention(q, k, v, mask.ones(), mask.lengths, dropout).flatten(-2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = None if mask is None else mask[:, :, :1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout).transpose(1, 2).flatten(-2)
+    if mask is None or mask.dtype == torch.bool:
+        context = F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, :, :1], dropout)
+    else:
+        # For a row that is nothing but padding, whose scores are all the least number there is, PyTorch's kernel for
+        # CPUs has wrong gradients; and one query a row is little to compute.
+        scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + mask[:, :, :1]
+        context = F.dropout(F.softmax(scores, -1), dropout) @ v
+    return context.transpose(1, 2).flatten(-2)

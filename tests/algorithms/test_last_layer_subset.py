@@ -91,9 +91,10 @@ def test_equals_the_whole_layer(family: str, attention: str, order: str, kind: s
 
 
 @EACH_KIND
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("unpadded", [False, True])
-def test_last_feed_forward_sees_one_token_a_row(unpadded: bool, family: str) -> None:
-    model, seen = make(family), []
+def test_last_feed_forward_sees_one_token_a_row(unpadded: bool, attention: str, family: str) -> None:
+    model, seen = make(family, attention), []
     apply_last_layer_subset(model)
     if unpadded:
         apply_unpadding(model, multiple_of=1)
@@ -103,6 +104,33 @@ def test_last_feed_forward_sees_one_token_a_row(unpadded: bool, family: str) -> 
     inputs = batch()
     model(**inputs)
     assert seen == [int(inputs["attention_mask"].sum()) if unpadded else 5 * 16, 5]
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_a_row_of_padding_only(unpadded: bool) -> None:
+    """As of a question with fewer choices: its scores are all the least number, and its gradients those of a mean."""
+    stock, inputs = make(attention="eager"), batch()
+    inputs["attention_mask"][3] = 0
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    if unpadded:
+        apply_unpadding(fast)
+    compare(stock, fast, inputs)
+
+
+@EACH_KIND
+def test_a_new_model_of_its_class_computes_all_tokens(family: str) -> None:
+    """Its layers are stock ones, though the classifier's class came with the surgery."""
+    stock, inputs = make(family), batch()
+    changed = copy.deepcopy(stock)
+    apply_last_layer_subset(changed)
+    new = type(changed)(stock.config).double()
+    new.load_state_dict(stock.state_dict())
+    compare(stock, new, inputs)
+    stock.zero_grad()
+    del stack(stock).layer[-1], stack(changed).layer[-1]
+    changed.zero_grad()
+    compare(stock, changed, inputs)
 
 
 @EACH_KIND

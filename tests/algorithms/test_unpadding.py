@@ -360,6 +360,17 @@ def test_pickles_copies_and_keeps_names(tmp_path) -> None:
     torch.testing.assert_close(stock(**inputs).logits, model(**inputs).logits, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_tokens_than_positions_is_an_error_on_the_host(family: str) -> None:
+    """On a GPU an index that is too large would end the process's work there."""
+    model, ids = make(family), torch.randint(5, 64, (2, 50))
+    apply_unpadding(model)
+    with pytest.raises((RuntimeError, IndexError)) as found:
+        model(ids, torch.ones_like(ids))
+    if family in ("Bert", "DistilBert"):  # RoBERTa and its kind count positions, in the stock model, too
+        assert not isinstance(found.value, IndexError)
+
+
 def test_decoders_are_left_alone() -> None:
     model = transformers.BertLMHeadModel(transformers.BertConfig(**make().config.to_diff_dict() | {"is_decoder": True}))
     assert apply_unpadding(model) == 0
