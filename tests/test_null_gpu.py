@@ -127,7 +127,7 @@ def test_triton_refuses_a_tensor_of_the_host() -> None:
 @pytest.mark.slow
 def test_the_gpu_programme_gets_to_its_end(tmp_path: Path) -> None:
     done = on_null_gpu(
-        *("-m", "benchmarks.gpu", "--parts", "limits", "training", "--first", "5", "--minutes", "3"),
+        *("-m", "benchmarks.gpu", "--parts", "limits", "training", "--first", "5", "--minutes", "6"),
         *("--batches", "4", "--out", str(tmp_path / "results")),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
