@@ -18,6 +18,7 @@ __all__ = [
     "READ_FIRST",
     "UNPADDABLE",
     "has_head",
+    "layers_of",
     "positions",
 ]
 
@@ -30,6 +31,20 @@ MASKED = ("ForMaskedLM",)
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 READ_FIRST = ("ForSequenceClassification", "ForMultipleChoice")
 READ_ANYWHERE = ("ForTokenClassification", "ForQuestionAnswering", *MASKED)
+
+
+def layers_of(encoder: torch.nn.Module | None) -> torch.nn.Module | None:
+    """The module that runs the layers of `encoder`, in its `layer`; None if `encoder` is none of `UNPADDABLE`.
+
+    >>> from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel
+    >>> type(layers_of(BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)))).__name__
+    'BertEncoder'
+    >>> type(layers_of(DistilBertModel(DistilBertConfig(dim=8, n_heads=2, n_layers=1)))).__name__
+    'Transformer'
+    """
+    family = getattr(getattr(encoder, "config", None), "model_type", None)
+    stack = getattr(encoder, "transformer" if family in DISTILBERT else "encoder", None)
+    return stack if family in UNPADDABLE and hasattr(stack, "layer") else None
 
 
 def positions(config: Any) -> str:

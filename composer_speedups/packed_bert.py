@@ -46,8 +46,7 @@ class _Encoder(PackedEncoder):
             first, padded = None if pooler is None else packing.first(hidden), self.padded(hidden, packing)
         pooled = None if pooler is None else pooler(first[:, None])
         out = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=padded, pooler_output=pooled)
-        named = kwargs.get("return_dict")
-        return out if (self.config.return_dict if named is None else named) else out.to_tuple()
+        return self.returned(out, kwargs.get("return_dict"))
 
     def positions_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the padded embeddings would use: RoBERTa and its kind count tokens that are not padding ids."""

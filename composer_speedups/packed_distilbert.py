@@ -45,8 +45,7 @@ class _Encoder(PackedEncoder):
         hidden = self.transformer(for_compiled(hidden, self.transformer.layer), packing, **self.packed_arguments)[0]
         first = getattr(self.transformer, "asked_for_first", False)  # by LastLayerSubset
         out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
-        named = kwargs.get("return_dict")
-        return out if (self.config.return_dict if named is None else named) else out.to_tuple()
+        return self.returned(out, kwargs.get("return_dict"))
 
     def positions_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the padded embeddings would use: columns of the batch, padding on the left included."""

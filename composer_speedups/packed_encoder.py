@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from transformers.utils import ModelOutput
 
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.varlen_attention import varlen_attention
@@ -54,6 +55,10 @@ class PackedEncoder:
         if not torch.compiler.is_compiling():
             setattr(padded, PACKED, (hidden, packing))
         return padded
+
+    def returned(self, out: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[torch.Tensor, ...]:
+        """`out` as it was asked for, by argument or in the configuration."""
+        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
 
 class PackedAttention:

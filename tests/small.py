@@ -22,6 +22,21 @@ def bert_config(**changes: object):
     return BertConfig(**(values | changes))
 
 
+def config_of(family: str, **values: object):
+    """The configuration of `family`, such as "Roberta", with `values` by BERT's names."""
+    import transformers
+
+    if family == "DistilBert":
+        others = {
+            "intermediate_size": "hidden_dim",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+        }
+        values = {others.get(name, name): value for name, value in values.items()}
+        values |= {"seq_classif_dropout": 0.0, "qa_dropout": 0.0}
+    return getattr(transformers, f"{family}Config")(**values)
+
+
 def padded_batch(
     rows: int = 6, length: int = 16, vocabulary: int = 128, labels: int = 3, seed: int = 5
 ) -> dict[str, torch.Tensor]:

@@ -113,9 +113,9 @@ class Database:
                 ) from error
             raise
 
-    def seal(self, db: sqlite3.Connection) -> None:
+    def seal(self) -> None:
         """Keep a digest of all that is not a run: in the transaction that has changed it."""
-        db.execute("INSERT OR REPLACE INTO study VALUES (?, ?)", (SEAL, dump(self._facts_digest())))
+        self.connection.execute("INSERT OR REPLACE INTO study VALUES (?, ?)", (SEAL, dump(self._facts_digest())))
 
     def steps(self, run: int) -> list[tuple[int, float | None, float | None]]:
         query = "SELECT step, loss, seconds FROM steps WHERE run = ? ORDER BY step"

@@ -84,7 +84,7 @@ class Store:
                 rows = [(name, n, dump(recipe)) for n, (name, recipe) in enumerate(recipes)]
                 db.executemany("INSERT INTO recipes VALUES (?, ?, ?)", rows)
                 db.executemany("INSERT INTO study VALUES (?, ?)", [(k, dump(v)) for k, v in study.items()])
-                self._file.seal(db)
+                self._file.seal()
                 return
             difference = _difference(stored, {name: json.loads(dump(r)) for name, r in recipes})
             before = self.study().get("baseline")
@@ -104,7 +104,7 @@ class Store:
         with self._file.write() as db:
             rows = [(key, dump(value)) for key, value in facts.items()]
             db.executemany("INSERT OR REPLACE INTO study VALUES (?, ?)", rows)
-            self._file.seal(db)
+            self._file.seal()
 
     def recipes(self) -> dict[str, dict[str, Any]]:
         """Resolved recipes by name, in the order of the table."""
@@ -115,7 +115,7 @@ class Store:
         """Store an environment once; its number goes with the runs made in it."""
         with self._file.write() as db:
             db.execute("INSERT OR IGNORE INTO environments (facts) VALUES (?)", (dump(facts),))
-            self._file.seal(db)
+            self._file.seal()
             return db.execute("SELECT id FROM environments WHERE facts = ?", (dump(facts),)).fetchone()[0]
 
     def environments(self) -> dict[int, dict[str, Any]]:

@@ -30,7 +30,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.compat import layer_result
-from composer_speedups.families import DISTILBERT, READ_FIRST, UNPADDABLE, has_head, positions
+from composer_speedups.families import DISTILBERT, READ_FIRST, UNPADDABLE, has_head, layers_of, positions
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packing import Packing
@@ -82,24 +82,20 @@ class LastLayerSubset(SpeedUp):
 def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
     """The stack of layers of the classifier `owner`, if its last layer may be cut."""
     config = getattr(owner, "config", None)
-    known = getattr(config, "model_type", None) in UNPADDABLE
-    if not (known and has_head(owner, READ_FIRST) and stock_forward(owner)):
+    if not (has_head(owner, READ_FIRST) and stock_forward(owner)):
         return None
     if getattr(config, "summary_type", "first") != "first":  # ELECTRA's multiple choice may take a mean
         return None
-    encoder = _stack(getattr(owner, owner.base_model_prefix, None))
+    encoder = layers_of(getattr(owner, getattr(owner, "base_model_prefix", ""), None))
     if (
         isinstance(owner, _Owner)
         or getattr(config, "is_decoder", False)
         or positions(config) != "absolute"
-        or not getattr(encoder, "layer", None)
+        or encoder is None
+        or not encoder.layer
     ):
         return None
     return encoder
-
-
-def _stack(base: torch.nn.Module | None) -> torch.nn.Module | None:
-    return getattr(base, "encoder", None) or getattr(base, "transformer", None)  # the second is DistilBERT's
 
 
 _IDS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # a classifier's first arguments
@@ -112,7 +108,7 @@ class _Owner:
         asked = (kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
         default = (self.config.output_hidden_states, self.config.output_attentions)
         whole = any(d if a is None else a for a, d in zip(asked, default, strict=True))
-        stack = _stack(self.base_model)
+        stack = layers_of(self.base_model)
         last = stack.layer[-1]  # another one if somebody has cut the model, or built a new one of its class
         whole |= not isinstance(last, _FirstOnly) or any(map(hooked, last.worked_around()))
         stack.asked_for_first = not whole and len(args) <= len(_IDS)  # any further one could be either of them
@@ -148,7 +144,7 @@ class _FirstOnly:
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
         extras = (*args, *(kwargs.get(name) for name in ("head_mask", "encoder_hidden_states", "past_key_value")))
         mask = attention_mask
-        if self.masks_are_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        if self.first_only and self.masks_are_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             least = torch.finfo(hidden_states.dtype).min
             mask = hidden_states.new_zeros(mask.shape).masked_fill(mask == 0, least)[:, None, None]
         unknown_mask = isinstance(mask, torch.Tensor) and mask.dim() != 4

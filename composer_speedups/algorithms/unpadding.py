@@ -35,7 +35,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups.arguments import check_count
-from composer_speedups.families import DISTILBERT, READ_ANYWHERE, UNPADDABLE, has_head, positions
+from composer_speedups.families import DISTILBERT, READ_ANYWHERE, UNPADDABLE, has_head, layers_of, positions
 from composer_speedups.kernels.varlen_attention import attention_kernel
 from composer_speedups.packed_bert import pack_bert
 from composer_speedups.packed_distilbert import pack_distilbert
@@ -63,8 +63,8 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
     owners = {id(child): module for module in model.modules() for child in module.children()}
     for encoder in [m for m in model.modules() if _why_not(m) is None]:
         owner = owners.get(id(encoder))
-        encoder.reads_anywhere = has_head(owner, READ_ANYWHERE) and getattr(encoder, "pooler", None) is None
         encoder.packed_multiple_of = check_count("multiple_of", multiple_of)
+        encoder.reads_anywhere = has_head(owner, READ_ANYWHERE) and getattr(encoder, "pooler", None) is None
         distil = encoder.config.model_type in DISTILBERT
         count += pack_distilbert(encoder) if distil else pack_bert(encoder, owner)
     return count
@@ -118,9 +118,7 @@ def _kernel(state: State) -> str:
 def _why_not(module: torch.nn.Module) -> str | None:
     """None if `module` is an encoder that can be unpadded; "" if it is nothing of the kind; or the reason."""
     config = getattr(module, "config", None)
-    stack = "transformer" if getattr(config, "model_type", None) in DISTILBERT else "encoder"
-    layers = getattr(getattr(module, stack, None), "layer", None)
-    if getattr(config, "model_type", None) not in UNPADDABLE or not hasattr(module, "embeddings") or layers is None:
+    if layers_of(module) is None or not hasattr(module, "embeddings"):
         return ""
     if isinstance(module, PackedEncoder):
         return "its encoder is unpadded already"

@@ -111,7 +111,8 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
     """
     by_name = {row["recipe"]: row for row in rows}
     of_ground = _measures_of_the_ground(by_name, candidates, ground)
-    of_plain = of_ground if ground == PLAIN else [row for name, row in by_name.items() if name == PLAIN and _ran(row)]
+    plain = by_name.get(PLAIN)
+    of_plain = of_ground if ground == PLAIN else [plain] if plain and _ran(plain) else []
     found = Screened(tied=_tied([row["samples_per_second"] for row in of_ground]))
     for one in candidates:
         alone = one["stage"] == "PRECISION"
@@ -166,10 +167,11 @@ def _tied(speeds: Sequence[float]) -> float:
 
     The least typical of three and more is left out: one that other work disturbed would make everything equal.
     """
-    middle = statistics.median(speeds or [1.0])
-    usual = sorted(speeds, key=lambda speed: abs(speed - middle))
-    usual = usual[:-1] if len(usual) > 2 else usual
-    return min(_TIED, max(_LEAST_TIED, min(usual) / max(usual))) if usual else _TIED
+    if not speeds:
+        return _TIED
+    middle = statistics.median(speeds)
+    usual = sorted(speeds, key=lambda speed: abs(speed - middle))[: max(2, len(speeds) - 1)]
+    return min(_TIED, max(_LEAST_TIED, min(usual) / max(usual)))
 
 
 def _ran(row: Mapping[str, Any]) -> bool:

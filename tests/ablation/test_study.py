@@ -27,7 +27,6 @@ SCRIPT = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[3])
 import fakes
-from contextlib import closing
 from pathlib import Path
 from composer_speedups.ablation.study import Settings, Study, run_study
 recipes = [fakes.Recipe(**r) for r in json.loads(sys.argv[2])]

@@ -6,18 +6,15 @@ import pytest
 import torch
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
+from small import config_of
 
 from composer_speedups import LastLayerSubset, Unpadding, apply_last_layer_subset, apply_unpadding
 from composer_speedups.algorithms import last_layer_subset as module
+from composer_speedups.families import layers_of
 from composer_speedups.joint_linear import joint_linear
 
 PADDING = {"Bert": 0, "Roberta": 1, "Electra": 0, "DistilBert": 0}
 EACH_KIND = pytest.mark.parametrize("family", ["Bert", "DistilBert"])  # of layer
-OTHER_NAMES = {  # of DistilBERT, for what its configuration does not take by BERT's
-    "intermediate_size": "hidden_dim",
-    "hidden_dropout_prob": "dropout",
-    "attention_probs_dropout_prob": "attention_dropout",
-}
 
 
 def make(family: str = "Bert", attention: str = "sdpa", **changes: object) -> torch.nn.Module:
@@ -36,19 +33,12 @@ def make(family: str = "Bert", attention: str = "sdpa", **changes: object) -> to
     if family == "Electra":
         attention = "eager"  # 4.53 has no other
     values |= changes
-    if family == "DistilBert":
-        values = {OTHER_NAMES.get(name, name): value for name, value in values.items()} | {"seq_classif_dropout": 0.0}
-    config = getattr(transformers, f"{family}Config")(**values)
+    config = config_of(family, **values)
     cls = getattr(transformers, f"{family}ForSequenceClassification")
     model = cls._from_config(config, attn_implementation=attention).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
-
-
-def stack(model: torch.nn.Module) -> torch.nn.Module:
-    base = model.base_model
-    return base.transformer if hasattr(base, "transformer") else base.encoder
 
 
 def batch(kind: str = "right", padding_id: int = 0) -> dict[str, torch.Tensor]:
@@ -98,7 +88,7 @@ def test_last_feed_forward_sees_one_token_a_row(unpadded: bool, attention: str, 
     apply_last_layer_subset(model)
     if unpadded:
         apply_unpadding(model, multiple_of=1)
-    for layer in stack(model).layer:
+    for layer in layers_of(model.base_model).layer:
         last = layer.output.dense if family == "Bert" else layer.ffn.lin2
         last.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
     inputs = batch()
@@ -128,7 +118,7 @@ def test_a_new_model_of_its_class_computes_all_tokens(family: str) -> None:
     new.load_state_dict(stock.state_dict())
     compare(stock, new, inputs)
     stock.zero_grad()
-    del stack(stock).layer[-1], stack(changed).layer[-1]
+    del layers_of(stock.base_model).layer[-1], layers_of(changed.base_model).layer[-1]
     changed.zero_grad()
     compare(stock, changed, inputs)
 
@@ -153,7 +143,7 @@ def test_a_hook_on_its_attention_sees_all_tokens(family: str, place: str, unpadd
     apply_last_layer_subset(fast)
     if unpadded:
         apply_unpadding(fast, multiple_of=1)
-    module = stack(fast).layer[-1].get_submodule(place)
+    module = layers_of(fast.base_model).layer[-1].get_submodule(place)
     handle = module.register_forward_hook(lambda *given: seen.append(given[2][0].shape[:-1].numel()))
     inputs = batch()
     compare(stock, fast, inputs)

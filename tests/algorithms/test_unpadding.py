@@ -11,6 +11,7 @@ import transformers
 from composer.algorithms import SeqLengthWarmup
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
+from small import config_of
 
 from composer_speedups import (
     SDPAttention,
@@ -35,11 +36,6 @@ FAMILIES = {  # and their padding ids
     "Electra": 0,
     "DistilBert": 0,
 }
-OTHER_NAMES = {  # of DistilBERT, for what its configuration does not take by BERT's
-    "intermediate_size": "hidden_dim",
-    "hidden_dropout_prob": "dropout",
-    "attention_probs_dropout_prob": "attention_dropout",
-}
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
 
 
@@ -59,10 +55,7 @@ def make(family: str = "Bert", head: str = "ForSequenceClassification", **change
     if family == "Electra":
         values["embedding_size"] = 16
     values |= changes
-    if family == "DistilBert":
-        values = {OTHER_NAMES.get(name, name): value for name, value in values.items()}
-        values |= {"seq_classif_dropout": 0.0, "qa_dropout": 0.0}
-    config = getattr(transformers, f"{family}Config")(**values)
+    config = config_of(family, **values)
     model = getattr(transformers, family + head)(config).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # no zero bias, no row of zeros for the padding id: they hide faults
