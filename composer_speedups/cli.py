@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Composer imports PEFT where it is installed, and PEFT bitsandbytes, which on a machine without a GPU warns
     # that a kernel for 4-bit weights cannot be downloaded: nothing here has use for it.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # It imports Inductor, too, which then starts its compile workers: a process that imports PyTorch once more beside
+    # each rank, and that writes a traceback if Ctrl-C comes before it is done. `prepare_inductor` starts them.
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
     try:
         code = app(args=arguments, prog_name="composer-speedups", standalone_mode=False)
         sys.stdout.flush()

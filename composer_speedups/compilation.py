@@ -107,8 +107,23 @@ def use_cache(cache_dir: str) -> None:
 def prepare_inductor() -> None:
     """What Inductor needs once in a process, after its cache folder is chosen and before it compiles anything."""
     _end_workers_well()
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        _start_workers()
+    else:
         inductor_cpp.prepare()
+
+
+def _start_workers() -> None:
+    """Start Inductor's compile workers, which Triton's kernels are for: they import PyTorch while Dynamo traces.
+
+    By itself Inductor does so when it is imported, or in newer versions when it is first called: but not where the
+    command line has asked it not to, nor in a run that is a fork of a process that has imported it.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool()
+    if hasattr(AsyncCompile, "wakeup"):  # newer versions would start the workers' process, and these with the first job
+        AsyncCompile.wakeup()
 
 
 @cache

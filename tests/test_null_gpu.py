@@ -87,11 +87,13 @@ def test_inductor_launches_dropout_add_norm_itself(tmp_path: Path) -> None:
     code = """
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import async_compile
 from torch._inductor.utils import run_fw_bw_and_get_code
 from composer_speedups.compilation import prepare_inductor
 from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
 
 prepare_inductor()
+print(len(async_compile._pool_set), "pool of workers")
 run = torch.compile(dropout_add_norm, fullgraph=True, dynamic=True)
 
 def step(rows, p):
@@ -107,8 +109,9 @@ for p in (0.1, 0.0):
         assert not any(word in code for word in ("torch.ops.composer_speedups", "clone_default", "fp64")), code
 print(counters["stats"]["unique_graphs"])
 """
-    done = on_null_gpu("-c", code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stdout[-3000:] + done.stderr[-3000:]
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = on_null_gpu("-c", code, TORCH_WARM_POOL="0", **folders)  # as the command line sets it
+    assert (done.returncode, done.stdout) == (0, "1 pool of workers\n2\n"), done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @needs_cuda_13
