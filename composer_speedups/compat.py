@@ -26,6 +26,7 @@ __all__ = [
     "announce_sdpa",
     "attention_implementation",
     "compile_counters",
+    "distilbert_attention",
     "lacks_sdpa",
     "layer_result",
     "make_sdpa",
@@ -279,3 +280,16 @@ def compile_counters() -> CompileCounters:
 def layer_result(hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:
     """What a BERT layer returns: in 4.53 a tuple that may also hold attention weights, in 5.x the hidden states."""
     return (hidden,) if _TRANSFORMERS < 5 else hidden
+
+
+def distilbert_attention(
+    block: torch.nn.Module, hidden: torch.Tensor, mask: Any = None, *others: Any, **named: Any
+) -> torch.Tensor:
+    """What a DistilBERT block's attention makes of `hidden`, with what the block was given besides.
+
+    In 4.53 those are a head's mask and whether attention weights are asked for, which must not be; in 5.x keywords.
+    """
+    if _TRANSFORMERS < 5:
+        head_mask = others[0] if others else named.get("head_mask")
+        return block.attention(query=hidden, key=hidden, value=hidden, mask=mask, head_mask=head_mask)[0]
+    return block.attention(hidden, attention_mask=mask, **named)[0]

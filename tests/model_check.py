@@ -11,7 +11,7 @@ def random_weights(model: torch.nn.Module) -> torch.nn.Module:
     """Weights and biases large enough that attention is not uniform and a forgotten bias or mask shows."""
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-        if "LayerNorm.weight" in name:
+        if name.lower().replace("_", "").endswith("layernorm.weight"):
             with torch.no_grad():
                 parameter.add_(1.0)
     return model

@@ -18,26 +18,31 @@ measured yet. Under `TorchCompile` Inductor fuses the forward pass as well, and 
 what is saved there are the stored mask and the second pass for the gradients of weight and bias.
 
 **Needs.** Blocks that compute what BertSelfOutput and BertOutput do: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA, MPNet,
-DeBERTa-v2 and others, known by their code and not by their names. On CUDA the package triton and a width up to 8192; on
-the CPU a C compiler for speed: without one PyTorch's operations compute the same masks. Other devices are refused;
-tensor subclasses, hooks on a block's norm or dropout, and `torch.func` take the block's own code. It takes the norms
-and dropouts of the blocks; `LowPrecisionNorm`, `FusedLayerNorm` and `FastDropout` take the others.
+DeBERTa-v2 and others, known by their code and not by their names; and DistilBERT's, which drop nothing behind the
+attention. On CUDA the package triton and a width up to 8192; on the CPU a C compiler for speed: without one PyTorch's
+operations compute the same masks. Other devices are refused; tensor subclasses, hooks on a block's norm or dropout, and
+`torch.func` take the block's own code. It takes the norms and dropouts of the blocks; `LowPrecisionNorm`,
+`FusedLayerNorm` and `FastDropout` take the others.
 
 Source: dropout + add + LayerNorm of MosaicML's and NVIDIA's MLPerf BERT; the masks are counter-based, see FastDropout.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from composer.core import State
 from composer.loggers import Logger
 
+from composer_speedups.compat import distilbert_attention, layer_result
 from composer_speedups.compilation import missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.families import DISTILBERT, layers_of
 from composer_speedups.kernels import dropout_add_norm as kernel
 from composer_speedups.kernels.tensors import plain
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import hooked, mix_in, same_code
+from composer_speedups.surgery import hooked, mix_in, same_code, stock_forward
 
 __all__ = ["FusedDropoutAddNorm", "apply_fused_dropout_add_norm"]
 
@@ -45,7 +50,7 @@ _OURS = ("torch.nn.modules.", "composer_speedups.algorithms.")  # classes whose 
 
 
 def apply_fused_dropout_add_norm(model: torch.nn.Module) -> int:
-    """Let every post-norm block end in `model` run as one kernel, in place; return how many.
+    """Let every post-norm block end in `model` run as one kernel, in place; return how many: two for each layer.
 
     Parameters stay the same objects. Apply it before `apply_low_precision_norm`, `apply_fused_layer_norm` and
     `apply_fast_dropout`, which then count what they really change.
@@ -58,14 +63,18 @@ def apply_fused_dropout_add_norm(model: torch.nn.Module) -> int:
     >>> apply_fused_dropout_add_norm(bert), apply_fused_dropout_add_norm(bert)
     (6, 0)
     """
-    blocks = [m for m in model.modules() if _fits(m)]
-    for device in {m.LayerNorm.weight.device for m in blocks}:
+    ends = {m: (_FusedEnd, (m.LayerNorm,), m.dropout) for m in model.modules() if _fits(m)}
+    for layer in (layer for m in model.modules() for layer in _layers_of_distilbert(m)):
+        ends[layer] = (_FusedLayer, (layer.sa_layer_norm, layer.output_layer_norm), layer.ffn.dropout)
+    for device in {norm.weight.device for _, norms, _ in ends.values() for norm in norms}:
         if (reason := _unavailable(device)) is not None:
             raise SpeedUpUnavailable(f"apply_fused_dropout_add_norm cannot be used here: {reason}")
-    for block in blocks:
-        mix_in(_FusedEnd, block)
-        block.LayerNorm.__class__, block.dropout.__class__ = _NormOfBlock, _DropoutOfBlock
-    return len(blocks)
+    for block, (mixin, norms, dropout) in ends.items():
+        mix_in(mixin, block)
+        dropout.__class__ = _DropoutOfBlock
+        for norm in norms:
+            norm.__class__ = _NormOfBlock
+    return sum(len(norms) for _, norms, _ in ends.values())
 
 
 class FusedDropoutAddNorm(SpeedUp):
@@ -86,7 +95,7 @@ class FusedDropoutAddNorm(SpeedUp):
     def install(self, state: State, logger: Logger) -> None:
         count = apply_fused_dropout_add_norm(state.model)
         by = "Triton" if state.device._device.type == "cuda" else "C" if kernel.native() is not None else "PyTorch"
-        nothing = "no block in the model ends in dense, dropout, LayerNorm(x + residual) as BERT's do"
+        nothing = "no block in the model ends in dense, dropout, LayerNorm(x + residual) as BERT's or DistilBERT's do"
         self.report(logger, count, nothing, kernel=by)
 
 
@@ -107,11 +116,30 @@ def _fits(module: torch.nn.Module) -> bool:
     """Whether the forward pass of `module` is `_pattern`, with a plain norm and dropout."""
     if "forward" in vars(module) or not same_code(type(module).forward, _pattern):
         return False
-    norm, dropout = getattr(module, "LayerNorm", None), getattr(module, "dropout", None)
-    if not (isinstance(norm, torch.nn.LayerNorm) and isinstance(dropout, torch.nn.Dropout)):
+    return _known(getattr(module, "dropout", None), getattr(module, "LayerNorm", None))
+
+
+def _layers_of_distilbert(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Of a DistilBERT encoder the layers that are transformers' own, with plain norms and dropouts; else none."""
+    stack = layers_of(module)
+    if stack is None or module.config.model_type not in DISTILBERT:
+        return []
+    return [
+        layer
+        for layer in stack.layer
+        if not isinstance(layer, _FusedLayer)
+        and "forward" not in vars(layer)
+        and all(stock_forward(m) for m in (layer, layer.ffn))
+        and _known(layer.ffn.dropout, layer.sa_layer_norm, layer.output_layer_norm)
+    ]
+
+
+def _known(dropout: torch.nn.Module | None, *norms: torch.nn.Module | None) -> bool:
+    """Whether it is a dropout and they are norms of a row, of classes whose meaning is known."""
+    if not isinstance(dropout, torch.nn.Dropout) or not all(isinstance(norm, torch.nn.LayerNorm) for norm in norms):
         return False
-    known = all(type(m).__module__.startswith(_OURS) for m in (norm, dropout))
-    return known and len(norm.normalized_shape) == 1 and norm.weight is not None and norm.bias is not None
+    known = all(type(m).__module__.startswith(_OURS) for m in (dropout, *norms))
+    return known and all(len(n.normalized_shape) == 1 and n.weight is not None and n.bias is not None for n in norms)
 
 
 class _NormOfBlock(torch.nn.LayerNorm):
@@ -129,12 +157,32 @@ class _FusedEnd:
         norm, dropout = self.LayerNorm, self.dropout
         if hooked(norm) or hooked(dropout) or not (plain(hidden_states) and plain(input_tensor)):
             return super().forward(hidden_states, input_tensor)
-        x, residual = self.dense(hidden_states), input_tensor
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast leaves float64 as it is, too
-            x, residual = (t.to(torch.get_autocast_dtype(device)) for t in (x, residual))
-        p = dropout.p if dropout.training else 0.0
-        if kernel.why_not(x, residual, norm.weight, norm.bias, p) is not None:
-            return norm(dropout(x) + residual)
-        with torch.autocast(device, enabled=False):
-            return kernel.dropout_add_norm(x, residual, norm.weight, norm.bias, p, norm.eps)
+        return _end(self.dense(hidden_states), input_tensor, norm, dropout)
+
+
+class _FusedLayer:
+    """Mixed into DistilBERT's `TransformerBlock`, whose own forward pass adds before it calls its norms."""
+
+    def forward(self, *args: Any, **kwargs: Any):
+        ffn = self.ffn
+        heard = any(map(hooked, (self.sa_layer_norm, self.output_layer_norm, ffn, ffn.dropout)))
+        weights = kwargs.get("output_attentions") or any(argument is True for argument in args)
+        if heard or weights or not args or not plain(args[0]) or ffn.chunk_size_feed_forward:
+            return super().forward(*args, **kwargs)
+        attended = _end(distilbert_attention(self, *args, **kwargs), args[0], self.sa_layer_norm)
+        hidden = ffn.lin2(ffn.activation(ffn.lin1(attended)))
+        return layer_result(_end(hidden, attended, self.output_layer_norm, ffn.dropout))
+
+
+def _end(
+    x: torch.Tensor, residual: torch.Tensor, norm: torch.nn.LayerNorm, dropout: torch.nn.Dropout | None = None
+) -> torch.Tensor:
+    """`norm(dropout(x) + residual)`."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast leaves float64 as it is, too
+        x, residual = (t.to(torch.get_autocast_dtype(device)) for t in (x, residual))
+    p = dropout.p if dropout is not None and dropout.training else 0.0
+    if kernel.why_not(x, residual, norm.weight, norm.bias, p) is not None:
+        return norm((x if dropout is None else dropout(x)) + residual)
+    with torch.autocast(device, enabled=False):
+        return kernel.dropout_add_norm(x, residual, norm.weight, norm.bias, p, norm.eps)

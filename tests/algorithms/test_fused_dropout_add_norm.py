@@ -10,21 +10,32 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier, HuggingFaceModel
 from dropout_add_norm_check import kept
 from model_check import check_model, random_weights
-from small import bert_config, padded_batch
+from small import bert_config, config_of, padded_batch
 from torch._dynamo.utils import counters
 
 import composer_speedups
 from composer_speedups import FusedDropoutAddNorm, apply_fused_dropout_add_norm
 from composer_speedups.algorithms import fused_dropout_add_norm as module
+from composer_speedups.compat import distilbert_attention
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels import dropout_add_norm as kernel
 
-FAMILIES = {"Bert": 4, "Roberta": 4, "XLMRoberta": 4, "Camembert": 4, "Electra": 4, "MPNet": 2, "DebertaV2": 4}
+FAMILIES = {
+    **dict.fromkeys(("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "DebertaV2", "DistilBert"), 4),
+    "MPNet": 2,
+}
+# Two ways to the kernel: by the end of each half of a layer, and by the layer.
+each_kind = pytest.mark.parametrize("family", ["Bert", "DistilBert"])
 
 
-def bert(p: float = 0.0) -> torch.nn.Module:
-    config = bert_config(hidden_dropout_prob=p, attention_probs_dropout_prob=p)
-    return transformers.BertForSequenceClassification._from_config(config, attn_implementation="eager")
+def small(family: str, p: float = 0.0) -> transformers.PretrainedConfig:
+    values = bert_config(hidden_dropout_prob=p, attention_probs_dropout_prob=p).to_diff_dict()
+    return config_of(family, **{k: v for k, v in values.items() if k != "model_type"}, num_labels=3)
+
+
+def bert(p: float = 0.0, family: str = "Bert") -> torch.nn.Module:
+    cls = getattr(transformers, f"{family}ForSequenceClassification")
+    return cls._from_config(small(family, p), attn_implementation="eager")
 
 
 @pytest.fixture
@@ -38,8 +49,7 @@ def calls(monkeypatch) -> list[torch.dtype]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_takes_every_familys_blocks_once(family: str) -> None:
-    config = getattr(transformers, f"{family}Config")(**bert_config().to_diff_dict())
-    model = getattr(transformers, f"{family}Model")(config)
+    model = getattr(transformers, f"{family}Model")(small(family))
     before = [(n, id(p), p.requires_grad) for n, p in model.named_parameters()]
     keys = list(model.state_dict())
     assert apply_fused_dropout_add_norm(model) == FAMILIES[family]
@@ -48,9 +58,10 @@ def test_takes_every_familys_blocks_once(family: str) -> None:
     assert list(model.state_dict()) == keys
 
 
+@each_kind
 @pytest.mark.parametrize("padded", [True, False])
-def test_bert_matches_float64(padded: bool, calls: list) -> None:
-    stock = random_weights(bert()).eval()
+def test_matches_float64(padded: bool, family: str, calls: list) -> None:
+    stock = random_weights(bert(family=family)).eval()
     changed = copy.deepcopy(stock)
     assert apply_fused_dropout_add_norm(changed) == 4
     batch = padded_batch(rows=2, length=6)
@@ -60,9 +71,10 @@ def test_bert_matches_float64(padded: bool, calls: list) -> None:
     assert calls == [torch.float32] * 4
 
 
+@each_kind
 @pytest.mark.parametrize("fault", ["bias", "eps", "residual"])
-def test_the_check_finds_a_planted_fault(fault: str, monkeypatch) -> None:
-    stock = random_weights(bert()).eval()
+def test_the_check_finds_a_planted_fault(fault: str, family: str, monkeypatch) -> None:
+    stock = random_weights(bert(family=family)).eval()
     changed = copy.deepcopy(stock)
     apply_fused_dropout_add_norm(changed)
     right = kernel.dropout_add_norm
@@ -91,6 +103,27 @@ def test_dropout_is_that_of_the_mask_in_training_only() -> None:
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_of_distilberts_layer_one_end_drops() -> None:
+    """Behind the feed-forward block, with the mask of the next keys; not behind the attention."""
+    layer = random_weights(bert(0.4, "DistilBert")).distilbert.transformer.layer[0].double()
+    layer.attention.dropout.p = 0.0
+    hidden = torch.randn(5, 7, 32).double()
+    mask = torch.ones(5, 7) if transformers.__version__.startswith("4.") else None  # all tokens are real
+    layer.eval()
+    attended = layer.sa_layer_norm(distilbert_attention(layer, hidden, mask) + hidden)
+    x = layer.ffn(attended)
+    encoder = torch.nn.Module()
+    encoder.config, encoder.transformer = transformers.DistilBertConfig(), torch.nn.Module()
+    encoder.transformer.layer = torch.nn.ModuleList([layer])
+    assert apply_fused_dropout_add_norm(encoder) == 2
+    keep = kept(x, 0.4, 9)
+    torch.manual_seed(9)
+    out = layer.train()(hidden, mask)
+    norm = layer.output_layer_norm
+    wanted = kernel.reference_dropout_add_norm(x, attended, norm.weight, norm.bias, keep, 0.4, norm.eps)
+    torch.testing.assert_close(out[0] if isinstance(out, tuple) else out, wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_computes_in_the_autocast_dtype_with_float32_weights(dtype: torch.dtype, calls: list) -> None:
     block = random_weights(bert()).bert.encoder.layer[0].output
@@ -112,12 +145,13 @@ def test_computes_in_the_autocast_dtype_with_float32_weights(dtype: torch.dtype,
     assert norm.weight.grad.dtype == residual.grad.dtype == torch.float32
 
 
-def test_masks_are_torchs_in_distribution() -> None:
+@each_kind
+def test_masks_are_torchs_in_distribution(family: str) -> None:
     """Mean and spread of the loss over many masks are those of the stock model."""
     batch, losses = padded_batch(), {}
     for fused in (False, True):
         torch.manual_seed(0)
-        model = bert(0.3)
+        model = bert(0.3, family)
         if fused:
             apply_fused_dropout_add_norm(model)
         with torch.no_grad():
@@ -128,9 +162,10 @@ def test_masks_are_torchs_in_distribution() -> None:
     assert float((spread[0] - spread[1]).abs()) < 5 * float(spread.max()) * (2 / 400) ** 0.5
 
 
+@each_kind
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_draws_the_same_masks(reentrant: bool) -> None:
-    model, gradients = bert(0.3).train(), []
+def test_gradient_checkpointing_draws_the_same_masks(reentrant: bool, family: str) -> None:
+    model, gradients = bert(0.3, family).train(), []
     apply_fused_dropout_add_norm(model)
     for way in ("plain", "checkpointed"):
         if way == "checkpointed":
@@ -142,12 +177,13 @@ def test_gradient_checkpointing_draws_the_same_masks(reentrant: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_copies_and_pickles() -> None:
-    model, batch = bert(), padded_batch()
+@each_kind
+def test_copies_and_pickles(family: str) -> None:
+    model, batch = bert(family=family), padded_batch()
     apply_fused_dropout_add_norm(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(**batch).logits, model(**batch).logits)
-        assert isinstance(twin.bert.encoder.layer[0].output, module._FusedEnd)
+        assert any(isinstance(m, (module._FusedEnd, module._FusedLayer)) for m in twin.modules())
         assert apply_fused_dropout_add_norm(twin) == 0
 
 
@@ -165,6 +201,33 @@ def test_hooks_and_functional_transforms_take_the_blocks_own_code(calls: list) -
     mapped = torch.func.vmap(block.eval())(hidden[:, None], residual[:, None])[:, 0]
     torch.testing.assert_close(mapped, expected)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("heard", ["sa_layer_norm", "output_layer_norm", "ffn", "ffn.dropout"])
+def test_hooks_in_distilberts_layer_take_its_own_code(heard: str, calls: list) -> None:
+    model, seen = bert(family="DistilBert"), []
+    apply_fused_dropout_add_norm(model)
+    expected = model(**padded_batch()).logits
+    first = model.distilbert.transformer.layer[0]
+    first.get_submodule(heard).register_forward_hook(lambda m, *_: seen.append(m))
+    calls.clear()
+    torch.testing.assert_close(model(**padded_batch()).logits, expected)
+    assert seen == [first.get_submodule(heard)] and len(calls) == 2, "the other layer alone is fused"
+
+
+def test_what_distilberts_own_code_must_answer(calls: list) -> None:
+    """Attention weights, and a feed-forward block in chunks."""
+    model = bert(family="DistilBert").eval()
+    stock = copy.deepcopy(model)
+    apply_fused_dropout_add_norm(model)
+    one, other = (m(**padded_batch(), output_attentions=True) for m in (stock, model))
+    assert len(one.attentions) == len(other.attentions) == 2
+    torch.testing.assert_close(other.attentions, one.attentions)
+    calls.clear()
+    for layer in model.distilbert.transformer.layer:
+        layer.ffn.chunk_size_feed_forward = 4
+    torch.testing.assert_close(model(**padded_batch()).logits, one.logits)
+    assert not calls
 
 
 def test_the_rest_is_for_the_others(make_trainer) -> None:
@@ -197,7 +260,8 @@ def test_leaves_what_it_does_not_know_alone() -> None:
     assert isinstance(second.attention.output, module._FusedEnd)
 
 
-def test_trains_unpadded_compiled_and_with_everything_else(make_trainer, calls: list) -> None:
+@each_kind
+def test_trains_unpadded_compiled_and_with_everything_else(make_trainer, family: str, calls: list) -> None:
     from composer_speedups import (
         FastDropout,
         LastLayerSubset,
@@ -215,7 +279,7 @@ def test_trains_unpadded_compiled_and_with_everything_else(make_trainer, calls: 
         algorithm = FusedDropoutAddNorm()
         compiler = TorchCompile(scope="block", backend="aot_eager", dynamic=True)
         others = [FastDropout(), LastLayerSubset(), LowPrecisionNorm(), MixedPrecision("bf16"), Unpadding()]
-        trainer = make_trainer([compiler, algorithm, *others], model=HuggingFaceModel(bert(0.1)))
+        trainer = make_trainer([compiler, algorithm, *others], model=HuggingFaceModel(bert(0.1, family)))
         trainer.fit()
         assert not counters["graph_break"]
         assert algorithm.evidence["changed"] == 4 and algorithm.evidence["kernel"] in ("C", "PyTorch")
@@ -225,8 +289,9 @@ def test_trains_unpadded_compiled_and_with_everything_else(make_trainer, calls: 
     torch._dynamo.reset()
 
 
-def test_unpadded_equals_padded() -> None:
-    stock = random_weights(bert()).eval()
+@each_kind
+def test_unpadded_equals_padded(family: str) -> None:
+    stock = random_weights(bert(family=family)).eval()
     changed = copy.deepcopy(stock)
     composer_speedups.apply_unpadding(changed)
     apply_fused_dropout_add_norm(changed)
@@ -252,9 +317,10 @@ def test_warns_when_nothing_to_replace(make_trainer) -> None:
         make_trainer([FusedDropoutAddNorm()], model=model)
 
 
+@each_kind
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
-def test_trains_on_the_gpu(make_trainer, precision: str) -> None:
+def test_trains_on_the_gpu(make_trainer, precision: str, family: str) -> None:
     algorithm = FusedDropoutAddNorm()
-    make_trainer([algorithm], model=HuggingFaceModel(bert(0.1)), device="gpu", precision=precision).fit()
+    make_trainer([algorithm], model=HuggingFaceModel(bert(0.1, family)), device="gpu", precision=precision).fit()
     assert algorithm.evidence == {"changed": 4, "kernel": "Triton"}
