@@ -24,6 +24,14 @@ SHAPES = {
     "nothing": ([], []),
 }
 
+WINDOWS = {  # keys to each side that a query sees, below and above the blocks of rows that kernels work on
+    0: ([40, 1], [40, 1]),
+    1: SAME,
+    9: ([613, 25, 0, 10], [613, 25, 0, 10]),
+    40: ([95, 97, 192, 41, 40], [95, 97, 192, 41, 40]),
+    128: ([613, 130], [613, 130]),
+}
+
 Lists = tuple[list[int], list[int]]
 
 
@@ -45,6 +53,12 @@ def masks(lengths: Lists, p: float) -> list[torch.Tensor]:
         out.append(keep.view(HEADS, n, m))
         word += (size + 1) // 2
     return out
+
+
+def seen(scores: torch.Tensor, window: int) -> torch.Tensor:
+    """Scores, minus infinity for keys further away than `window`."""
+    places = torch.arange(scores.shape[-1])
+    return scores.masked_fill((places[:, None] - places).abs() > window, -math.inf)
 
 
 def compiled(folder: Path, name: str, old: str = "", new: str = "", flags: tuple[str, ...] = ()) -> ctypes.CDLL:
@@ -100,17 +114,19 @@ static NUMBER *numbers(int64_t n) {
   return x;
 }
 int main(void) {
-  static const int32_t all[][3] = {{7, 7, 16},  {1, 131, 32},  {131, 1, 48}, {0, 5, 64},
-                                   {5, 0, 16}, {100, 33, 80}, {97, 64, 128}};
-  for (int i = 0; i < 7; i++) {
+  static const int32_t all[][4] = {{7, 7, 16, -1},    {1, 131, 32, -1},  {131, 1, 48, -1},
+                                   {0, 5, 64, -1},    {5, 0, 16, -1},    {100, 33, 80, -1},
+                                   {97, 64, 128, -1}, {131, 131, 48, 40}, {97, 97, 16, 3}};
+  for (int i = 0; i < 9; i++) {
     /* a short sequence before it: memory must do for the longest */
     int32_t *queries = malloc(8), *keys = malloc(8);
-    queries[0] = 3, keys[0] = 2, queries[1] = all[i][0], keys[1] = all[i][1];
-    int64_t d = all[i][2], heads = 2, q = (queries[1] + 3) * heads * d, k = (keys[1] + 2) * heads * d;
+    queries[0] = 3, keys[0] = all[i][3] < 0 ? 2 : 3, queries[1] = all[i][0], keys[1] = all[i][1];
+    int64_t d = all[i][2], heads = 2, q = (queries[1] + 3) * heads * d, k = (keys[1] + keys[0]) * heads * d;
     int64_t wide = (keys[1] + FILLED - 1) / FILLED * FILLED, kept = queries[1] * wide + 3 * FILLED;
     Call c = {.q = numbers(q), .k = numbers(k), .v = numbers(k), .gradient = numbers(q), .out = numbers(q),
               .dq = numbers(q), .dk = numbers(k), .dv = numbers(k), .queries = queries, .keys = keys, .sequences = 2,
               .heads = heads, .width = d, .k0 = 1, .k1 = 2, .least = -30000, .threads = 1, .scale = 0.1f, .keep = 1.1f,
+              .window = all[i][3],
               .probabilities = aligned_alloc(64, (size_t)(heads * kept) * sizeof(NUMBER)),
               .inverse = malloc((size_t)(heads * (queries[1] + 3)) * 4)};
     c.q_token = c.k_token = c.v_token = c.g_token = heads * d;

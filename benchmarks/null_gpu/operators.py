@@ -207,16 +207,44 @@ def _parts(ends_q, ends_k, q, k, most_q: int, most_k: int) -> list[tuple[Any, An
     return _spans(ends_q, ends_k, q, k, most_q, most_k)
 
 
+def _near(q: torch.Tensor, k: torch.Tensor, sides: tuple[int | None, int | None]) -> torch.Tensor | None:
+    """What is added to the scores of one sequence [heads, tokens, width] for windows; both end with the same token."""
+    left, right = (-1 if side is None else side for side in sides)
+    if left < 0 and right < 0:
+        return None
+    n, m = q.shape[1], k.shape[1]
+    ahead = torch.arange(m, device=CPU) - (torch.arange(n, device=CPU)[:, None] + m - n)
+    hidden = ((ahead < -left) if left >= 0 else False) | ((ahead > right) if right >= 0 else False)
+    return torch.zeros(n, m, device=CPU).masked_fill(hidden, -torch.inf)
+
+
 @_special
-def _flash_attention_forward(q, k, v, ends_q, ends_k, most_q, most_k, p, causal, debug, *, scale=None, **_):
+def _flash_attention_forward(
+    q,
+    k,
+    v,
+    ends_q,
+    ends_k,
+    most_q,
+    most_k,
+    p,
+    causal,
+    debug,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    **_,
+):
     half = q.dtype in (torch.float16, torch.bfloat16)
     assert half and not causal and q.shape[-1] % 8 == 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     scale, seeds, out = scale or q.shape[-1] ** -0.5, _draw(), torch.empty(q.shape, dtype=q.dtype, device=CPU)
     hq, hk, hv = _host(q), _host(k), _host(v)
     sums = torch.zeros(*q.shape[:-1], device=CPU)  # [..., tokens, heads], as the queries; returned the other way round
     for i, (a, b) in enumerate(_parts(ends_q, ends_k, q, k, most_q, most_k)):
-        tensors = (t.transpose(0, 1) for t in (hq[a], hk[b], hv[b]))
-        one, some = _attend(*tensors, None, p, scale, int(seeds[0]) + i)
+        tensors = [t.transpose(0, 1) for t in (hq[a], hk[b], hv[b])]
+        bias = _near(*tensors[:2], (window_size_left, window_size_right))
+        one, some = _attend(*tensors, bias, p, scale, int(seeds[0]) + i)
         out[a], sums[a] = one.transpose(0, 1), some.T
     rest = (seeds.view(torch.uint64), torch.zeros((), dtype=torch.int64), torch.zeros(0, dtype=q.dtype))
     return tuple(_device(t) for t in (out, sums.mT.contiguous(), *rest))
@@ -224,14 +252,32 @@ def _flash_attention_forward(q, k, v, ends_q, ends_k, most_q, most_k, p, causal,
 
 @_special
 def _flash_attention_backward(
-    gradient, q, k, v, out, sums, ends_q, ends_k, most_q, most_k, p, causal, state, unused, *, scale=None, **_
+    gradient,
+    q,
+    k,
+    v,
+    out,
+    sums,
+    ends_q,
+    ends_k,
+    most_q,
+    most_k,
+    p,
+    causal,
+    state,
+    unused,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
 ):
     scale, seed = scale or q.shape[-1] ** -0.5, int(_host(state).view(torch.int64)[0])
     g, hq, hk, hv = (_host(t) for t in (gradient, q, k, v))
     found = [torch.zeros(t.shape, dtype=t.dtype, device=CPU) for t in (q, k, v)]
     for i, (a, b) in enumerate(_parts(ends_q, ends_k, q, k, most_q, most_k)):
-        tensors = (t.transpose(0, 1) for t in (g[a], hq[a], hk[b], hv[b]))
-        some = _gradients(*tensors, None, p, scale, seed + i)[:3]
+        tensors = [t.transpose(0, 1) for t in (g[a], hq[a], hk[b], hv[b])]
+        bias = _near(*tensors[1:3], (window_size_left, window_size_right))
+        some = _gradients(*tensors, bias, p, scale, seed + i)[:3]
         for target, at, value in zip(found, (a, b, b), some, strict=True):
             target[at] = value.transpose(0, 1).to(target.dtype)
     return tuple(map(_device, found))

@@ -16,6 +16,7 @@ typedef struct {
   float *inverse;                             /* sequences' [heads, queries], or null: what they lack to sum to 1 */
   uint32_t k0, k1;                            /* of the dropout mask */
   int32_t least, threads;                     /* lanes below `least` are dropped; -32768 drops none */
+  int64_t window;                             /* keys to each side that a query sees, or -1: all */
   float scale, keep;                          /* of scores; of what dropout leaves */
   NUMBER *out;                                /* forward: [tokens, heads, width], or null: probabilities only */
   const NUMBER *gradient;                     /* backward: of `out` */
@@ -34,6 +35,31 @@ typedef struct {
 } Span;
 
 INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+typedef struct {
+  int64_t from, to;
+} Range;
+
+/* The keys that a query row sees, the first of which has the number 0. */
+INLINE Range seen(const Call *c, const Span *s, int64_t row) {
+  if (c->window < 0) return (Range){0, s->keys};
+  return (Range){row > c->window ? row - c->window : 0, s->keys - row > c->window ? row + c->window + 1 : s->keys};
+}
+
+/* As many as some of these query rows see, from a multiple of FILL on. */
+INLINE Range seen_by(const Call *c, const Span *s, int64_t row, int64_t rows) {
+  return (Range){seen(c, s, row).from / FILL * FILL, seen(c, s, row + rows - 1).to};
+}
+
+/* What backward reads of a row's probabilities beside those of forward's own block: its blocks have more rows. */
+INLINE void clear_around(const Call *c, const Span *s, int64_t row, Range range, NUMBER *p) {
+  if (c->window < 0) return;
+  const int64_t block = row / BACKWARD * BACKWARD, left = s->queries - block;
+  const Range more = seen_by(c, s, block, left < BACKWARD ? left : BACKWARD);
+  const int64_t after = range.from + up(range.to - range.from, FILL);
+  memset(p - (range.from - more.from), 0, (size_t)(range.from - more.from) * sizeof *p);
+  if (up(more.to, FILL) > after) memset(p + after - range.from, 0, (size_t)(up(more.to, FILL) - after) * sizeof *p);
+}
 
 /* A part of `memory`, which moves on. */
 INLINE void *take(char **memory, int64_t bytes) {

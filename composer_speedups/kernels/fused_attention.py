@@ -24,7 +24,7 @@ from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import plain, shape_only
 
-__all__ = ["backward", "forward", "native", "serves"]
+__all__ = ["backward", "band", "forward", "native", "serves"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -48,6 +48,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("probabilities", "inverse")),
         *((name, ctypes.c_uint32) for name in ("k0", "k1")),
         *((name, ctypes.c_int32) for name in ("least", "threads")),
+        ("window", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "keep")),
         ("out", ctypes.c_void_p),
         ("gradient", ctypes.c_void_p),
@@ -73,6 +74,7 @@ def forward(
     scale: float,
     differentiable: bool = True,
     output: bool = True,
+    window: int = -1,
     library: ctypes.CDLL | None = None,
 ) -> tuple[torch.Tensor | None, Saved]:
     """The output, and what `backward` needs.
@@ -88,13 +90,14 @@ def forward(
         scale: of the scores.
         differentiable: False keeps nothing for `backward`.
         output: False computes only what `backward` needs, and returns None for the output.
+        window: how many keys to each side a query sees; -1 is all.
         library: the C functions; None is `native`.
 
     Returns:
         [total of `queries`, heads, width], and q, k, v, signed probabilities with rows filled up, and in float32 by
         what each row of them must be multiplied to sum to 1 (nothing for float32, whose rows do).
     """
-    call, alive = _call(q, k, v, queries, keys, dropout_p, scale)
+    call, alive = _call(q, k, v, queries, keys, dropout_p, scale, window)
     call.k0, call.k1 = seeds
     out, saved = None, ()
     if output:
@@ -122,11 +125,12 @@ def backward(
     keys: list[int],
     dropout_p: float,
     scale: float,
+    window: int = -1,
     library: ctypes.CDLL | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v, from that of the output and what `forward` saved."""
     q, k, v, probabilities, inverse = saved
-    call, alive = _call(q, k, v, queries, keys, dropout_p, scale)
+    call, alive = _call(q, k, v, queries, keys, dropout_p, scale, window)
     gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if shape_only(q):
         return gradients
@@ -140,7 +144,9 @@ def backward(
     return gradients
 
 
-def _call(q, k, v, queries: list[int], keys: list[int], dropout_p: float, scale: float) -> tuple[_Call, object]:
+def _call(
+    q, k, v, queries: list[int], keys: list[int], dropout_p: float, scale: float, window: int
+) -> tuple[_Call, object]:
     """What both functions are told, and what must live until they are done."""
     heads, width = q.shape[1:]
     expected = [(sum(queries), heads, width), *[(sum(keys), heads, width)] * 2]
@@ -149,7 +155,10 @@ def _call(q, k, v, queries: list[int], keys: list[int], dropout_p: float, scale:
         raise ValueError(f"q, k, v must have the shapes {expected} for lengths of such sums, not {found}")
     if min((*queries, *keys), default=0) < 0:
         raise ValueError(f"a length is below 0: {min(*queries, *keys)}")
-    call = _Call(sequences=len(keys), heads=heads, width=width, threads=torch.get_num_threads(), scale=scale)
+    if window >= 0 and queries != keys:
+        raise ValueError(f"a window needs as many queries as keys, got {queries} and {keys}")
+    call = _Call(sequences=len(keys), heads=heads, width=width, scale=scale, window=window)
+    call.threads = torch.get_num_threads()
     dropped = round(realised(dropout_p) * _STEPS)
     call.least, call.keep = dropped - _STEPS // 2, _STEPS / (_STEPS - dropped)
     lengths = [(ctypes.c_int32 * len(x))(*x) for x in (queries, keys)]
@@ -190,16 +199,21 @@ def native(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Whether `library` does what is meant, on few sequences with all kinds of remainders."""
+    """Whether `library` does what is meant, on few sequences with all kinds of remainders, also where a window is."""
+    return all(_agrees(library, dtype, window) for window in (-1, 9))
+
+
+def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int) -> bool:
     heads, width, p, seeds, scale = 2, 48, 0.1, (7, 9), 0.2
-    queries, keys = [37, 0, 101, 1], [37, 4, 19, 66]
+    keys = [37, 4, 19, 66] if window < 0 else [37, 4, 9, 150]
+    queries = [37, 0, 101, 1] if window < 0 else keys
     sizes = sum(queries), sum(keys), sum(keys), sum(queries)
     q, k, v, g = (
         ((torch.arange(n * heads * width, device="cpu") * (0.7 + i)).sin() * 1.5).view(n, heads, width).to(dtype)
         for i, n in enumerate(sizes)
     )
-    out, saved = forward(q, k, v, queries, keys, seeds, p, scale, library=library)
-    found = (out, *backward(g, saved, queries, keys, p, scale, library))
+    out, saved = forward(q, k, v, queries, keys, seeds, p, scale, window=window, library=library)
+    found = (out, *backward(g, saved, queries, keys, p, scale, window, library))
     signs, expected = saved[3].signbit(), [[] for _ in found]
     row = element = 0
     lengths = (queries, keys, keys, queries)
@@ -210,10 +224,11 @@ def agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
         element += (math.prod(shape) + 1) // 2
         part = signs[row : row + heads * len(qi) * padded].view(heads, len(qi), padded)[..., : len(ki)]
         row += heads * len(qi) * padded
-        if not torch.equal(part, ~stays):
+        seen = torch.ones(shape, dtype=torch.bool, device="cpu") if window < 0 else band(len(ki), window).expand(shape)
+        if not torch.equal(part[seen], ~stays[seen]):
             return False
         qi, ki, vi, gi = (x.transpose(0, 1) for x in (qi, ki, vi, gi))
-        probabilities = (qi @ ki.mT * scale).softmax(-1)
+        probabilities = (qi @ ki.mT * scale).masked_fill(~seen, -math.inf).softmax(-1)
         factor = stays / (1 - realised(p))
         through = gi @ vi.mT * factor
         ds = probabilities * (through - (probabilities * through).sum(-1, keepdim=True)) * scale
@@ -226,3 +241,13 @@ def agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     return all(
         (x - y).abs().max() <= allowed * y.abs().max() for x, y in zip(found, map(torch.cat, expected), strict=True)
     )
+
+
+def band(length: int, window: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[length, length]: which keys a query sees, those at most `window` away.
+
+    >>> band(3, 1).int().tolist()
+    [[1, 1, 0], [1, 1, 1], [0, 1, 1]]
+    """
+    at = torch.arange(length, device=device)
+    return (at[:, None] - at).abs() <= window

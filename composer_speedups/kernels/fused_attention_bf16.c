@@ -11,15 +11,16 @@
 
 #define NUMBER uint16_t
 #define FILL 32
+#define FORWARD 24  /* query rows of a block: their scores and the tile's keys fit the L1 cache */
+#define BACKWARD 96 /* query rows of a block: their scores and gradients fit the L2 cache; a multiple of FORWARD */
 #include "fused_attention.h"
 #include <immintrin.h>
 
-#define ROWS 6        /* of a tile of sums in registers, */
-#define COLUMNS 4     /* and its vectors of 16: with 4 vectors of the second factor, 28 of 32 registers */
-#define FORWARD 24    /* query rows of a block: their scores and the tile's keys fit the L1 cache */
-#define BACKWARD 96   /* query rows of a block: their scores and gradients fit the L2 cache */
+#define ROWS 6    /* of a tile of sums in registers, */
+#define COLUMNS 4 /* and its vectors of 16: with 4 vectors of the second factor, 28 of 32 registers */
 
 INLINE __mmask16 below(int64_t n) { return n >= 16 ? 0xFFFF : n > 0 ? (__mmask16)((1u << n) - 1) : 0; }
+INLINE __mmask16 between(int64_t from, int64_t to) { return below(to) & (__mmask16)~below(from); }
 
 /* Words of sixteen columns: `a` in their low halves, `b` in the high ones; the columns from 16 on, if `upper`. */
 INLINE __m512i pairs(__m512i a, __m512i b, const int upper) {
@@ -149,10 +150,11 @@ INLINE __m512 power_of_two(__m512 x) {
   return _mm512_scalef_ps(y, x);
 }
 
-/* One row of n scores, of which the first is element `first` of the mask -> exp, signed, to `signed_p` (or null), and
-   where kept to `kept`, both with zeros up to a multiple of 32; returns the inverse of the sum. */
-INLINE float softmax(const float *s, int64_t n, float scale, const int dropout, int64_t first, uint32_t k0, uint32_t k1,
-                     int32_t least, uint16_t *signed_p, uint16_t *kept) {
+/* One row of n scores, those before `hidden` not to be seen, and the first of them element `first` of the mask -> exp,
+   signed, to `signed_p` (or null), and where kept to `kept`, both with zeros up to a multiple of 32 from n on, for as
+   far as `end`; returns the inverse of the sum. */
+INLINE float softmax(const float *s, int64_t hidden, int64_t n, int64_t end, float scale, const int dropout,
+                     int64_t first, uint32_t k0, uint32_t k1, int32_t least, uint16_t *signed_p, uint16_t *kept) {
   /* Differences to the largest come before factors: the largest gives 2^0 whatever its size. */
   const __m512 factor = _mm512_set1_ps((scale < 0.0f ? -scale : scale) * 1.44269504f);
   const __m512 one = _mm512_set1_ps(scale < 0.0f ? -1.0f : 1.0f);
@@ -164,13 +166,18 @@ INLINE float softmax(const float *s, int64_t n, float scale, const int dropout, 
   number = _mm512_mullo_epi32(number, _mm512_set1_epi32((int)0x9E3779B9u));
   uint64_t bits = dropout ? drawn(number, keys[0], keys[1], threshold) : 0;
   __m512 top = _mm512_set1_ps(-__builtin_inff()), low = _mm512_setzero_ps(), high = low;
-  for (int64_t i = 0; i < n; i += 16)
-    top = _mm512_mask_max_ps(top, below(n - i), top, _mm512_mul_ps(_mm512_loadu_ps(s + i), one));
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 some = n - i < 16 || hidden > i ? between(hidden - i, n - i) : 0xFFFF;
+    top = _mm512_mask_max_ps(top, some, top, _mm512_mul_ps(_mm512_loadu_ps(s + i), one));
+  }
   top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
-  for (int64_t i = 0; i < n; i += 32) {
+  for (int64_t i = 0; i < end; i += 32) {
     __m512 a = power_of_two(_mm512_mul_ps(_mm512_fmsub_ps(_mm512_loadu_ps(s + i), one, top), factor));
     __m512 b = power_of_two(_mm512_mul_ps(_mm512_fmsub_ps(_mm512_loadu_ps(s + i + 16), one, top), factor));
-    if (n - i < 32) a = _mm512_maskz_mov_ps(below(n - i), a), b = _mm512_maskz_mov_ps(below(n - i - 16), b);
+    if (n - i < 32 || hidden > i) {
+      a = _mm512_maskz_mov_ps(between(hidden - i, n - i), a);
+      b = _mm512_maskz_mov_ps(between(hidden - i - 16, n - i - 16), b);
+    }
     low = _mm512_add_ps(low, a), high = _mm512_add_ps(high, b);
     __m512i p = narrow(a, b), left = p;
     if (dropout) {
@@ -188,27 +195,35 @@ INLINE float softmax(const float *s, int64_t n, float scale, const int dropout, 
 }
 
 static void forward_task(const Call *c, const Span *s, int64_t head, char *memory) {
-  const int64_t n = s->keys, wide = up(n, 32), d = c->width, depth = (n + 1) / 2;
-  uint32_t *k = take(&memory, up(n, 16) * d * 2), *v = take(&memory, depth * d * 4);
+  const int64_t n = s->keys, wide = up(n, 32), d = c->width;
+  uint32_t *k = take(&memory, up(n, 16) * d * 2), *v = take(&memory, (n + 1) / 2 * d * 4);
   float *scores = take(&memory, FORWARD * wide * 4), *sums = take(&memory, FORWARD * d * 4), factor[FORWARD];
   uint16_t *kept = take(&memory, FORWARD * wide * 2);
   pack_across(k, c->k + s->key * c->k_token + head * c->k_head, c->k_token, n, d);
   if (c->out) pack_down(v, c->v + s->key * c->v_token + head * c->v_head, c->v_token, n, d, 0);
   for (int64_t i = 0; i < s->queries; i += FORWARD) {
     int64_t rows = s->queries - i < FORWARD ? s->queries - i : FORWARD;
+    const Range range = seen_by(c, s, i, rows);
+    const int64_t m = range.to - range.from, end = up(m, 32);
     const uint16_t *q = c->q + (s->query + i) * c->q_token + head * c->q_head;
-    product(scores, wide, rows, up(n, 16) / 16, q, c->q_token * 2, 4, d / 2, k, 16, d * 8, 0);
+    product(scores, wide, rows, up(m, 16) / 16, q, c->q_token * 2, 4, d / 2, k + range.from / 16 * d * 8, 16, d * 8, 0);
     for (int64_t r = 0; r < rows; r++) {
       int64_t row = head * s->queries + i + r;
+      const Range own = seen(c, s, i + r);
+      const int64_t hidden = own.from - range.from, left = own.to - range.from;
       const float *x = scores + r * wide;
-      uint16_t *signed_p = c->probabilities ? c->probabilities + s->first + row * wide : 0, *left = kept + r * wide;
-      float inverse = c->least == -32768 ? softmax(x, n, c->scale, 0, 0, 0, 0, 0, signed_p, left)
-                                         : softmax(x, n, c->scale, 1, row * n, s->k0, c->k1, c->least, signed_p, left);
+      uint16_t *signed_p = c->probabilities ? c->probabilities + s->first + row * wide + range.from : 0;
+      uint16_t *to = kept + r * wide;
+      float inverse = c->least == -32768
+                          ? softmax(x, hidden, left, end, c->scale, 0, 0, 0, 0, 0, signed_p, to)
+                          : softmax(x, hidden, left, end, c->scale, 1, row * n + range.from, s->k0, c->k1, c->least,
+                                    signed_p, to);
+      if (signed_p) clear_around(c, s, i, range, signed_p);
       if (c->inverse) c->inverse[s->row + row] = inverse;
       factor[r] = inverse * c->keep;
     }
     if (!c->out) continue;
-    product(sums, d, rows, d / 16, kept, wide * 2, 4, depth, v, d, 16, 0);
+    product(sums, d, rows, d / 16, kept, wide * 2, 4, (m + 1) / 2, v + range.from / 2 * d, d, 16, 0);
     round_rows(c->out + ((s->query + i) * c->heads + head) * d, c->heads * d, sums, rows, d, factor);
   }
 }
@@ -265,9 +280,9 @@ INLINE void differentiate(const int rows, const uint16_t *p, const float *g, int
 }
 
 static void backward_task(const Call *c, const Span *s, int64_t head, char *memory) {
-  const int64_t n = s->keys, wide = up(n, 32), d = c->width, depth = (n + 1) / 2;
+  const int64_t n = s->keys, wide = up(n, 32), d = c->width;
   const int64_t most = s->queries < BACKWARD ? up(s->queries, 2) : BACKWARD;
-  uint32_t *v = take(&memory, up(n, 16) * d * 2), *k = take(&memory, depth * d * 4);
+  uint32_t *v = take(&memory, up(n, 16) * d * 2), *k = take(&memory, (n + 1) / 2 * d * 4);
   uint32_t *q2 = take(&memory, most * d * 2), *g2 = take(&memory, most * d * 2);
   uint32_t *kept2 = take(&memory, most * wide * 2), *ds2 = take(&memory, most * wide * 2);
   uint16_t *ds = take(&memory, most * wide * 2);
@@ -275,29 +290,32 @@ static void backward_task(const Call *c, const Span *s, int64_t head, char *memo
   float *dk = take(&memory, n * d * 4), *dv = take(&memory, n * d * 4), factor[BACKWARD];
   pack_across(v, c->v + s->key * c->v_token + head * c->v_head, c->v_token, n, d);
   pack_down(k, c->k + s->key * c->k_token + head * c->k_head, c->k_token, n, d, 0);
-  /* Columns that no product writes: exp is zero there, and must meet numbers. */
-  if (wide > up(n, 16))
-    for (int64_t r = 0; r < most; r++) _mm512_store_ps(dp + r * wide + wide - 16, _mm512_setzero_ps());
+  if (c->window >= 0) memset(dk, 0, (size_t)(n * d) * 4), memset(dv, 0, (size_t)(n * d) * 4);
   for (int64_t i = 0; i < s->queries; i += BACKWARD) {
     int64_t rows = s->queries - i < BACKWARD ? s->queries - i : BACKWARD, first = head * s->queries + i;
+    const Range range = seen_by(c, s, i, rows);
+    const int64_t m = range.to - range.from, add = i > 0 || c->window >= 0;
     const uint16_t *g = c->gradient + (s->query + i) * c->g_token + head * c->g_head;
-    const uint16_t *p = c->probabilities + s->first + first * wide;
+    const uint16_t *p = c->probabilities + s->first + first * wide + range.from;
     const float *inverse = c->inverse + s->row + first;
-    product(dp, wide, rows, up(n, 16) / 16, g, c->g_token * 2, 4, d / 2, v, 16, d * 8, 0);
+    product(dp, wide, rows, up(m, 16) / 16, g, c->g_token * 2, 4, d / 2, v + range.from / 16 * d * 8, 16, d * 8, 0);
+    /* Columns that no product writes: exp is zero there, and must meet numbers. */
+    if (up(m, 32) > up(m, 16))
+      for (int64_t r = 0; r < rows; r++) _mm512_store_ps(dp + r * wide + up(m, 16), _mm512_setzero_ps());
     int64_t r = 0;
     for (; r + 1 < rows; r += 2)
-      differentiate(2, p + r * wide, dp + r * wide, n, wide, inverse + r, c->scale, c->keep, ds + r * wide,
+      differentiate(2, p + r * wide, dp + r * wide, m, wide, inverse + r, c->scale, c->keep, ds + r * wide,
                     ds2 + r / 2 * wide, kept2 + r / 2 * wide);
     if (r < rows)
-      differentiate(1, p + r * wide, dp + r * wide, n, wide, inverse + r, c->scale, c->keep, ds + r * wide,
+      differentiate(1, p + r * wide, dp + r * wide, m, wide, inverse + r, c->scale, c->keep, ds + r * wide,
                     ds2 + r / 2 * wide, kept2 + r / 2 * wide);
-    product(dq, d, rows, d / 16, ds, wide * 2, 4, depth, k, d, 16, 0);
+    product(dq, d, rows, d / 16, ds, wide * 2, 4, (m + 1) / 2, k + range.from / 2 * d, d, 16, 0);
     round_rows(c->dq + ((s->query + i) * c->heads + head) * d, c->heads * d, dq, rows, d, 0);
     for (r = 0; r < rows; r++) factor[r] = inverse[r] * c->keep;
     pack_down(g2, g, c->g_token, rows, d, factor);
-    product(dv, d, n, d / 16, kept2, 4, wide * 4, (rows + 1) / 2, g2, d, 16, i > 0);
+    product(dv + range.from * d, d, m, d / 16, kept2, 4, wide * 4, (rows + 1) / 2, g2, d, 16, add);
     pack_down(q2, c->q + (s->query + i) * c->q_token + head * c->q_head, c->q_token, rows, d, 0);
-    product(dk, d, n, d / 16, ds2, 4, wide * 4, (rows + 1) / 2, q2, d, 16, i > 0);
+    product(dk + range.from * d, d, m, d / 16, ds2, 4, wide * 4, (rows + 1) / 2, q2, d, 16, add);
   }
   round_rows(c->dk + (s->key * c->heads + head) * d, c->heads * d, dk, n, d, 0);
   round_rows(c->dv + (s->key * c->heads + head) * d, c->heads * d, dv, n, d, 0);

@@ -7,12 +7,12 @@
 
 #define NUMBER float
 #define FILL 16
+#define FORWARD 24  /* query rows of a block: their scores and the tile's keys fit the L1 cache */
+#define BACKWARD 48 /* query rows of a block: their scores and gradients fit the L2 cache; a multiple of FORWARD */
 #include "fused_attention.h"
 #include <immintrin.h>
 
-#define ROWS 6      /* of a tile of sums in registers, and COLUMNS its vectors */
-#define FORWARD 24  /* query rows of a block: their scores and the tile's keys fit the L1 cache */
-#define BACKWARD 48 /* query rows of a block: their scores and gradients fit the L2 cache */
+#define ROWS 6 /* of a tile of sums in registers, and COLUMNS its vectors */
 
 #if defined(__AVX512F__)
 #define WIDE 16   /* numbers of a vector */
@@ -149,10 +149,13 @@ INLINE Bits present(int64_t left) {
   return (Bits)below((Words)index, all_words(left < WIDE ? (int32_t)left : WIDE));
 }
 
-/* One row of n scores -> probabilities, negative where dropped, to `signed_p` (or nowhere); `x` gets those that stay,
-   times `keep`. `bits` has the row's lanes of the mask, if there is one. Both get zeros up to a multiple of FILL. */
-INLINE void softmax(float *x, int64_t n, float scale, float keep, const int16_t *bits, int32_t least, float *signed_p) {
-  const int64_t end = up(n, FILL);
+INLINE Bits between(int64_t from, int64_t to) { return present(to) & ~present(from); }
+
+/* One row of n scores, those before `hidden` not to be seen -> probabilities, negative where dropped, to `signed_p` (or
+   nowhere); `x` gets those that stay, times `keep`. `bits` has the row's lanes of the mask, if there is one. Both get
+   zeros from n to `end`, a multiple of FILL. */
+INLINE void softmax(float *x, int64_t hidden, int64_t n, int64_t end, float scale, float keep, const int16_t *bits,
+                    int32_t least, float *signed_p) {
   /* Differences to the largest come before factors: the largest gives 2^0 whatever its size. */
   const Vector factor = all((scale < 0.0f ? -scale : scale) * 1.44269504f), one = all(scale < 0.0f ? -1.0f : 1.0f);
   const Vector lowest = all(-__builtin_inff());
@@ -160,13 +163,16 @@ INLINE void softmax(float *x, int64_t n, float scale, float keep, const int16_t 
   Vector top = lowest, sum = all(0.0f);
   for (int64_t i = 0; i < n; i += WIDE) {
     Vector score = load(x + i) * one;
-    if (n - i < WIDE) score = (Vector)(((Bits)score & present(n - i)) | ((Bits)lowest & ~present(n - i)));
+    if (n - i < WIDE || hidden > i) {
+      const Bits some = between(hidden - i, n - i);
+      score = (Vector)(((Bits)score & some) | ((Bits)lowest & ~some));
+    }
     top = larger(top, score);
   }
   top = all(-largest(top));
   for (int64_t i = 0; i < n; i += WIDE) {
     Vector e = power_of_two(multiply_add(load(x + i), one, top) * factor);
-    if (n - i < WIDE) e = (Vector)((Bits)e & present(n - i));
+    if (n - i < WIDE || hidden > i) e = (Vector)((Bits)e & between(hidden - i, n - i));
     sum += e;
     store(x + i, e);
   }
@@ -189,18 +195,23 @@ static void forward_task(const Call *c, const Span *s, int64_t head, char *memor
   if (c->out) gather(v, c->v + s->key * c->v_token + head * c->v_head, c->v_token, n, d);
   for (int64_t i = 0; i < s->queries; i += FORWARD) {
     int64_t rows = s->queries - i < FORWARD ? s->queries - i : FORWARD;
+    const Range range = seen_by(c, s, i, rows);
+    const int64_t m = range.to - range.from, end = up(m, FILL);
     const float *q = c->q + (s->query + i) * c->q_token + head * c->q_head;
-    product(scores, wide, rows, up(n, WIDE) / WIDE, q, c->q_token, 1, d, k, WIDE, d * WIDE, 0);
+    product(scores, wide, rows, up(m, WIDE) / WIDE, q, c->q_token, 1, d, k + range.from * d, WIDE, d * WIDE, 0);
     for (int64_t r = 0; r < rows; r++) {
-      int64_t row = head * s->queries + i + r, first = row * n, odd = first & 1;
+      int64_t row = head * s->queries + i + r, first = row * n + range.from, odd = first & 1;
+      const Range own = seen(c, s, i + r);
       int dropout = c->least != -32768;
-      if (dropout) draw(bits, words, (uint32_t)(first / 2), wide / 2 + odd, s->k0, c->k1);
-      float *signed_p = c->probabilities ? c->probabilities + s->first + row * wide : 0;
-      softmax(scores + r * wide, n, c->scale, c->keep, dropout ? bits + odd : 0, c->least, signed_p);
+      if (dropout) draw(bits, words, (uint32_t)(first / 2), end / 2 + odd, s->k0, c->k1);
+      float *signed_p = c->probabilities ? c->probabilities + s->first + row * wide + range.from : 0;
+      softmax(scores + r * wide, own.from - range.from, own.to - range.from, end, c->scale, c->keep,
+              dropout ? bits + odd : 0, c->least, signed_p);
+      if (signed_p) clear_around(c, s, i, range, signed_p);
     }
     if (!c->out) continue;
     float *out = c->out + ((s->query + i) * c->heads + head) * d;
-    product(out, token, rows, d / WIDE, scores, wide, 1, n, v, d, WIDE, 0);
+    product(out, token, rows, d / WIDE, scores, wide, 1, m, v + range.from * d, d, WIDE, 0);
   }
 }
 
@@ -239,17 +250,21 @@ static void backward_task(const Call *c, const Span *s, int64_t head, char *memo
   float *dv = c->dv + (s->key * c->heads + head) * d;
   turn(v, c->v + s->key * c->v_token + head * c->v_head, c->v_token, n, d);
   gather(k, c->k + s->key * c->k_token + head * c->k_head, c->k_token, n, d);
+  if (c->window >= 0) /* no block of query rows sees all keys */
+    for (int64_t j = 0; j < n; j++) memset(dk + j * token, 0, (size_t)d * 4), memset(dv + j * token, 0, (size_t)d * 4);
   for (int64_t i = 0; i < s->queries; i += BACKWARD) {
     int64_t rows = s->queries - i < BACKWARD ? s->queries - i : BACKWARD;
-    const float *p = c->probabilities + s->first + (head * s->queries + i) * wide;
+    const Range range = seen_by(c, s, i, rows);
+    const int64_t m = range.to - range.from, add = i > 0 || c->window >= 0;
+    const float *p = c->probabilities + s->first + (head * s->queries + i) * wide + range.from;
     gather(q, c->q + (s->query + i) * c->q_token + head * c->q_head, c->q_token, rows, d);
     gather(g, c->gradient + (s->query + i) * c->g_token + head * c->g_head, c->g_token, rows, d);
-    product(ds, wide, rows, up(n, WIDE) / WIDE, g, d, 1, d, v, WIDE, d * WIDE, 0);
+    product(ds, wide, rows, up(m, WIDE) / WIDE, g, d, 1, d, v + range.from * d, WIDE, d * WIDE, 0);
     for (int64_t r = 0; r < rows; r++)
-      differentiate(p + r * wide, ds + r * wide, kept + r * wide, n, c->scale, c->keep);
-    product(dq + i * token, token, rows, d / WIDE, ds, wide, 1, n, k, d, WIDE, 0);
-    product(dv, token, n, d / WIDE, kept, 1, wide, rows, g, d, WIDE, i > 0);
-    product(dk, token, n, d / WIDE, ds, 1, wide, rows, q, d, WIDE, i > 0);
+      differentiate(p + r * wide, ds + r * wide, kept + r * wide, m, c->scale, c->keep);
+    product(dq + i * token, token, rows, d / WIDE, ds, wide, 1, m, k + range.from * d, d, WIDE, 0);
+    product(dv + range.from * token, token, m, d / WIDE, kept, 1, wide, rows, g, d, WIDE, add);
+    product(dk + range.from * token, token, m, d / WIDE, ds, 1, wide, rows, q, d, WIDE, add);
   }
 }
 

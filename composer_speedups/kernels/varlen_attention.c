@@ -1,8 +1,8 @@
 /* Softmax with dropout between the two matrix products of attention, forward and backward, each in one pass.
 
-   Scores are rows x n, of one sequence with all its heads. The dropout mask is that of fast_dropout.c: element i
-   takes one half of a hash of i / 2 and two keys. A dropped probability is stored with its sign bit set, so that
-   backward needs no mask. varlen_attention.py has the same in PyTorch operations. */
+   Scores are rows x n, of one sequence with all its heads; what is not to be seen is minus infinity. The dropout mask is
+   that of fast_dropout.c: element i takes one half of a hash of i / 2 and two keys. A dropped probability is stored with
+   its sign bit set, so that backward needs no mask. varlen_attention.py has the same in PyTorch operations. */
 #include <stdlib.h>
 
 #include "native.h"
@@ -38,7 +38,7 @@ static inline float with_sign(float x, uint32_t sign) {
         for (int64_t i = 0; i < n; i++) e[i] = widen_##TYPE(s[i]) * scale;                                  \
         _Pragma("omp simd reduction(max : top)") for (int64_t i = 0; i < n; i++) top = e[i] > top ? e[i] : top; \
         _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < n; i++) {                            \
-          e[i] = power_of_e(e[i] - top);                                                                    \
+          e[i] = e[i] < top - 87.0f ? 0.0f : power_of_e(e[i] - top);                                        \
           sum += e[i];                                                                                      \
         }                                                                                                   \
         float inverse = 1.0f / sum;                                                                         \

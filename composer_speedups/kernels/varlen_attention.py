@@ -81,6 +81,7 @@ def varlen_attention(
     keys: Lengths,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    window: int = -1,
 ) -> torch.Tensor:
     """softmax(q k^T scale) v within each sequence, with dropout on the probabilities.
 
@@ -92,6 +93,7 @@ def varlen_attention(
         keys: how many tokens of `k` and `v` each sequence has.
         dropout_p: 0 outside of training.
         scale: of the scores; None is 1 / sqrt(width).
+        window: how many keys to each side a query sees; -1 is all. It needs as many queries as keys.
 
     Returns:
         [total of `queries`, heads, width].
@@ -101,31 +103,34 @@ def varlen_attention(
     True
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if window >= 0 and queries.longest != keys.longest:
+        raise ValueError(f"a window needs as many queries as keys, got up to {queries.longest} and {keys.longest}")
+    if not torch.compiler.is_compiling() and window >= keys.longest - 1:
+        window = -1  # the same, and cheaper; compiled there would be a graph for each case
     kernel = attention_kernel(q)
     if kernel == "flash-attn":
         from flash_attn import flash_attn_varlen_func
 
-        return flash_attn_varlen_func(
-            q, k, v, queries.cumulative, keys.cumulative, queries.longest, keys.longest, dropout_p, scale
-        )
+        ends, longest = (queries.cumulative, keys.cumulative), (queries.longest, keys.longest)
+        return flash_attn_varlen_func(q, k, v, *ends, *longest, dropout_p, scale, window_size=(window, window))
     if kernel == "aten flash":
         ends, longest = (queries.cumulative, keys.cumulative), (queries.longest, keys.longest)
-        return torch.ops.aten._flash_attention_forward(q, k, v, *ends, *longest, dropout_p, False, False, scale=scale)[
-            0
-        ]
+        sides = {} if window < 0 else {"window_size_left": window, "window_size_right": window}
+        arguments = (*ends, *longest, dropout_p, False, False)
+        return torch.ops.aten._flash_attention_forward(q, k, v, *arguments, scale=scale, **sides)[0]
     if kernel == "padded sdpa":
-        return _padded(q, k, v, queries, keys, dropout_p, scale)
+        return _padded(q, k, v, queries, keys, dropout_p, scale, window)
     if torch.compiler.is_compiling():
         seeds = (
             torch.randint(0, 1 << 32, (2,), device="cpu")
             if dropout_p
             else torch.zeros(2, dtype=torch.int64, device="cpu")
         )
-        return _opaque(q, k, v, queries.host, keys.host, seeds, dropout_p, scale)
+        return _opaque(q, k, v, queries.host, keys.host, seeds, dropout_p, scale, window)
     seeds = draw_keys() if dropout_p else (0, 0)
     differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     lengths = queries.host.tolist(), keys.host.tolist()
-    return _PerSequence.apply(q, k, v, *lengths, seeds, dropout_p, scale, differentiable)
+    return _PerSequence.apply(q, k, v, *lengths, seeds, dropout_p, scale, window, differentiable)
 
 
 def attention_kernel(q: torch.Tensor) -> str:
@@ -157,7 +162,7 @@ def _look(device: torch.device) -> str:
     return "flash-attn" if hasattr(flash_attn, "flash_attn_varlen_func") else "aten flash"
 
 
-def _padded(q, k, v, queries: Lengths, keys: Lengths, dropout_p: float, scale: float) -> torch.Tensor:
+def _padded(q, k, v, queries: Lengths, keys: Lengths, dropout_p: float, scale: float, window: int) -> torch.Tensor:
     """By `scaled_dot_product_attention` over padded sequences."""
     rows = len(queries.host)
 
@@ -171,8 +176,11 @@ def _padded(q, k, v, queries: Lengths, keys: Lengths, dropout_p: float, scale: f
     (pq, at), (pk, _), (pv, _) = pad(q, queries), pad(k, keys), pad(v, keys)
     real = torch.arange(keys.longest, device=q.device) < keys.cumulative.diff()[:, None]
     # A sequence without tokens has no real key; letting it see its zeros keeps NaN out of the gradients.
-    real = real | (keys.cumulative.diff()[:, None] == 0)
-    out = F.scaled_dot_product_attention(pq, pk, pv, real[:, None, None], dropout_p, scale=scale)
+    real = (real | (keys.cumulative.diff()[:, None] == 0))[:, None, None]
+    if window >= 0:  # each sees itself: a padded query without any key would be NaN
+        near = fused.band(keys.longest, window, q.device)
+        real = (real & near) | torch.eye(keys.longest, dtype=torch.bool, device=q.device)
+    out = F.scaled_dot_product_attention(pq, pk, pv, real, dropout_p, scale=scale)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
 
 
@@ -181,14 +189,25 @@ class _PerSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float, differentiable
+        ctx,
+        q,
+        k,
+        v,
+        queries: list[int],
+        keys: list[int],
+        seeds: Keys,
+        dropout_p: float,
+        scale: float,
+        window: int,
+        differentiable: bool,
     ):
         ctx.arguments = (queries, keys, dropout_p, scale)
+        ctx.window = window
         ctx.whole = fused.serves(q, k, v)
         if ctx.whole:
-            out, saved = fused.forward(q, k, v, queries, keys, seeds, dropout_p, scale, differentiable)
+            out, saved = fused.forward(q, k, v, queries, keys, seeds, dropout_p, scale, differentiable, window=window)
         else:
-            out, blocks = _forward(q, k, v, queries, keys, seeds, dropout_p, scale)
+            out, blocks = _forward(q, k, v, queries, keys, seeds, dropout_p, scale, window)
             saved = [x for block in blocks for x in block]
         ctx.save_for_backward(*saved)
         return out
@@ -197,18 +216,18 @@ class _PerSequence(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         if ctx.whole:
-            gradients = fused.backward(gradient, ctx.saved_tensors, *ctx.arguments)
+            gradients = fused.backward(gradient, ctx.saved_tensors, *ctx.arguments, ctx.window)
         else:
             saved = iter(ctx.saved_tensors)
             blocks = list(zip(saved, saved, saved, saved, strict=True))
             gradients = _backward(gradient, blocks, *ctx.arguments)
-        return (*gradients, *[None] * 6)
+        return (*gradients, *[None] * 7)
 
 
 Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float):
+def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float, window: int):
     """The output, and for each sequence its q, k, v [heads, length, width] and probabilities, signed."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     spans = _spans(queries, keys, q.shape[1])
@@ -219,6 +238,8 @@ def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_
     def work(i: int, span: _Span, buffer: _Buffer) -> None:
         qi, ki, vi = (x[at].transpose(0, 1).contiguous() for x, at in ((q, span.q), (k, span.k), (v, span.k)))
         scores = torch.bmm(qi, ki.transpose(1, 2))
+        if window >= 0:
+            scores.masked_fill_(~fused.band(scores.shape[-1], window), -torch.inf if scale > 0 else torch.inf)
         kept = buffer.like(scores)
         own = ((seeds[0] + span.word * _STRIDE) % (1 << 32), seeds[1])
         probabilities = _softmax(scores, kept, own, dropout_p, scale)
@@ -403,15 +424,16 @@ def _opaque(
     seeds: torch.Tensor,
     dropout_p: float,
     scale: float,
+    window: int,
 ) -> torch.Tensor:
     arguments = (queries.tolist(), keys.tolist(), tuple(seeds.tolist()), dropout_p, scale)
     if fused.serves(q, k, v):
-        return fused.forward(q, k, v, *arguments, differentiable=False)[0]
-    return _forward(q, k, v, *arguments)[0]
+        return fused.forward(q, k, v, *arguments, differentiable=False, window=window)[0]
+    return _forward(q, k, v, *arguments, window)[0]
 
 
 @_opaque.register_fake
-def _(q, k, v, queries, keys, seeds, dropout_p, scale):
+def _(q, k, v, queries, keys, seeds, dropout_p, scale, window):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
@@ -426,29 +448,30 @@ def _opaque_backward(
     seeds: torch.Tensor,
     dropout_p: float,
     scale: float,
+    window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lengths = (queries.tolist(), keys.tolist())
     arguments = (*lengths, tuple(seeds.tolist()), dropout_p, scale)
     if fused.serves(q, k, v):
-        _, saved = fused.forward(q, k, v, *arguments, output=False)
-        return fused.backward(gradient, saved, *lengths, dropout_p, scale)
-    _, blocks = _forward(q, k, v, *arguments)
+        _, saved = fused.forward(q, k, v, *arguments, output=False, window=window)
+        return fused.backward(gradient, saved, *lengths, dropout_p, scale, window)
+    _, blocks = _forward(q, k, v, *arguments, window)
     return _backward(gradient, blocks, *lengths, dropout_p, scale)
 
 
 @_opaque_backward.register_fake
-def _(gradient, q, k, v, queries, keys, seeds, dropout_p, scale):
+def _(gradient, q, k, v, queries, keys, seeds, dropout_p, scale, window):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 def _remember(ctx, inputs, output) -> None:
-    *tensors, ctx.dropout_p, ctx.scale = inputs
+    *tensors, ctx.dropout_p, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx, gradient):
-    gradients = _opaque_backward(gradient, *ctx.saved_tensors, ctx.dropout_p, ctx.scale)
-    return (*gradients, None, None, None, None, None)
+    gradients = _opaque_backward(gradient, *ctx.saved_tensors, ctx.dropout_p, ctx.scale, ctx.window)
+    return (*gradients, None, None, None, None, None, None)
 
 
 _opaque.register_autograd(_differentiate, setup_context=_remember)

@@ -111,7 +111,9 @@ def test_other_numbers_of_threads_give_the_same_bits(dtype: torch.dtype, p: floa
     def run(threads: int) -> list[torch.Tensor]:
         torch.set_num_threads(threads)
         out, saved = module.forward(q, k, v, *lengths, SEEDS, p, SCALE)
-        return [out, *saved[3:], *module.backward(gradient, saved, *lengths, p, SCALE)]
+        near, windowed = module.forward(q, k, v, *lengths, SEEDS, p, SCALE, window=30)
+        gradients = module.backward(gradient, windowed, *lengths, p, SCALE, 30)
+        return [out, *saved[3:], *module.backward(gradient, saved, *lengths, p, SCALE), near, *gradients]
 
     before = torch.get_num_threads()
     try:
@@ -188,18 +190,19 @@ def test_keeps_nothing_without_gradients(dtype: torch.dtype, monkeypatch: pytest
     assert kept == [0, 0, 5]
 
 
-def test_compiled_code_gives_the_same_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [-1, 20])
+def test_compiled_code_gives_the_same_bits(dtype: torch.dtype, window: int) -> None:
     q, k, v, gradient = inputs(SAME, 32, dtype)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     host = [torch.tensor(x, dtype=torch.int32) for x in SAME]
-    arguments = (*host, torch.tensor(SEEDS), P, SCALE)
+    arguments = (*host, torch.tensor(SEEDS), P, SCALE, window)
     torch.library.opcheck(public._opaque, (*leaves, *arguments))
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def graph(q, k, v):
         return public._opaque(q, k, v, *arguments)
 
-    eager = varlen_attention(*leaves, *map(Lengths.of, SAME), P, SCALE)
+    eager = varlen_attention(*leaves, *map(Lengths.of, SAME), P, SCALE, window)
     out = graph(*leaves)
     assert torch.equal(out, eager)
     for x, y in zip(*(torch.autograd.grad(o, leaves, gradient) for o in (out, eager)), strict=True):
@@ -225,6 +228,8 @@ def test_errors_name_what_is_wrong(dtype: torch.dtype, monkeypatch: pytest.Monke
     _, saved = module.forward(q, k, v, [4], [6], SEEDS, P, SCALE)
     with pytest.raises(ValueError, match="must be as q"):
         module.backward(gradient[:3], saved, [4], [6], P, SCALE)
+    with pytest.raises(ValueError, match=r"as many queries as keys, got \[4\] and \[6\]"):
+        module.forward(q, k, v, [4], [6], SEEDS, P, SCALE, window=2)
     monkeypatch.setattr(module, "native", lambda dtype: SimpleNamespace(forward=lambda call: 1))
     with pytest.raises(MemoryError, match="longest sequence"):
         module.forward(q, k, v, [4], [6], SEEDS, P, SCALE)

@@ -11,12 +11,14 @@ from fused_attention_check import (
     SCALE,
     SEEDS,
     SHAPES,
+    WINDOWS,
     P,
     check_far_scores,
     compiled,
     inputs,
     masks,
     run_with_guards,
+    seen,
 )
 
 from composer_speedups.kernels import fused_attention as module
@@ -36,7 +38,9 @@ def _fixed_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public, "draw_keys", lambda: SEEDS)
 
 
-def expected(q, k, v, gradient, lengths, p: float) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def expected(
+    q, k, v, gradient, lengths, p: float, window: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """In float64, by the book: each result, the largest error that rounding may make, and its variance's bound.
 
     Both are in units of half an ulp, the largest relative error of one rounding to bfloat16. Rounded are exp(scores)
@@ -48,7 +52,8 @@ def expected(q, k, v, gradient, lengths, p: float) -> dict[str, tuple[torch.Tens
     packed = ((q, queries), (k, keys), (v, keys), (gradient, queries))
     for *tensors, mask in zip(*(x.double().split(n) for x, n in packed), masks(lengths, p), strict=True):
         qi, ki, vi, gi = (x.transpose(0, 1) for x in tensors)
-        probabilities = (qi @ ki.mT * SCALE).softmax(-1)
+        scores = qi @ ki.mT * SCALE
+        probabilities = scores.softmax(-1) if window < 0 else seen(scores, window).softmax(-1)
         kept = probabilities * mask / (1 - realised(p))
         dp = gi @ vi.mT
         through = dp * mask / (1 - realised(p))
@@ -73,14 +78,15 @@ def expected(q, k, v, gradient, lengths, p: float) -> dict[str, tuple[torch.Tens
     return {name: tuple(torch.cat(x) for x in zip(*part, strict=True)) for name, part in parts.items()}
 
 
-def check(lengths=SAME, width: int = 64, p: float = P) -> None:
+def check(lengths=SAME, width: int = 64, p: float = P, window: int = -1) -> None:
     q, k, v, gradient = inputs(lengths, width, torch.bfloat16)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = varlen_attention(*leaves, *map(Lengths.of, lengths), p, SCALE)
+    out = varlen_attention(*leaves, *map(Lengths.of, lengths), p, SCALE, window)
     out.backward(gradient)
     half = torch.finfo(torch.bfloat16).eps / 2
     found = (out.detach(), *(x.grad for x in leaves))
-    for (name, (value, worst, variance)), x in zip(expected(q, k, v, gradient, lengths, p).items(), found, strict=True):
+    results = expected(q, k, v, gradient, lengths, p, window)
+    for (name, (value, worst, variance)), x in zip(results.items(), found, strict=True):
         error = (x.double() - value).abs() / half
         # 2 %: products of two errors, and float32, which is 65536 times finer but has `width` terms a score.
         assert (error <= 1.02 * worst + 1e-6).all(), f"{name}: an error of {(error / worst).max():.2f} of what may be"
@@ -96,6 +102,13 @@ def check(lengths=SAME, width: int = 64, p: float = P) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_errors_are_those_of_counted_roundings(name: str, p: float) -> None:
     check(SHAPES[name], p=p)
+
+
+@needs_cpu
+@pytest.mark.parametrize("p", [0.0, P])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows(window: int, p: float) -> None:
+    check(WINDOWS[window], p=p, window=window)
 
 
 @needs_cpu
@@ -115,11 +128,12 @@ MUTANTS = {
     "scale dropped": ("-scale : scale) * 1.44269504f", "1 : 1) * 1.44269504f"),
     "scale dropped in backward": ("inverse[r] * scale)", "inverse[r])"),
     "base e for 2": ("-scale : scale) * 1.44269504f", "-scale : scale)"),
-    "a row's tail not masked": ("if (n - i < 32) a =", "if (n < 0) a ="),
-    "tail of columns in the largest score": ("_mm512_mask_max_ps(top, below(n - i), top, _", "_mm512_max_ps(top, _"),
+    "a row's tail not masked": ("if (n - i < 32 || hidden > i) {", "if (hidden > i) {"),
+    "what is before the window not masked": ("if (n - i < 32 || hidden > i) {", "if (n - i < 32) {"),
+    "tail of columns in the largest score": ("_mm512_mask_max_ps(top, some, top, _", "_mm512_max_ps(top, _"),
     "odd first elements": ("bits >> (first & 1)", "bits >> 0"),
     "same mask in all words": ("number = _mm512_add_epi32(number, next);", ""),
-    "same mask in all rows": ("row * n, s->k0", "n % 2, s->k0"),
+    "same mask in all rows": ("row * n + range.from, s->k0", "n % 2 + range.from, s->k0"),
     "same mask in all sequences": ("k0 += (uint32_t)", "k0 += 0 * (uint32_t)"),
     "mask forgotten in forward": ("left = _mm512_maskz_mov_epi16(~gone, p);", ""),
     "mask forgotten in dv": ("e[r] = _mm512_maskz_mov_epi16(~_mm512_movepi16_mask(e[r]), e[r]);",
@@ -132,9 +146,12 @@ MUTANTS = {
     "last odd row of keys lost": ("i < 2 && r + i < rows", "i < 2 && r + 1 < rows"),
     "last odd row of queries lost": ("if (r < rows)\n      differentiate(1,", "if (r < 0)\n      differentiate(1,"),
     "last rows of a tile lost": ("r < rows; r += ROWS", "r + ROWS <= rows; r += ROWS"),
-    "last odd pair lost": ("kept, wide * 2, 4, depth, v", "kept, wide * 2, 4, n / 2, v"),
-    "blocks of queries not added up in dv": ("(rows + 1) / 2, g2, d, 16, i > 0", "(rows + 1) / 2, g2, d, 16, 0"),
-    "blocks of queries not added up in dk": ("(rows + 1) / 2, q2, d, 16, i > 0", "(rows + 1) / 2, q2, d, 16, 0"),
+    "last odd pair lost": ("kept, wide * 2, 4, (m + 1) / 2, v", "kept, wide * 2, 4, m / 2, v"),
+    "blocks of queries not added up in dv": ("(rows + 1) / 2, g2, d, 16, add", "(rows + 1) / 2, g2, d, 16, 0"),
+    "blocks of queries not added up in dk": ("(rows + 1) / 2, q2, d, 16, add", "(rows + 1) / 2, q2, d, 16, 0"),
+    "sums of a window not begun with zero": ("if (c->window >= 0) memset(dk", "if (c->window > 99) memset(dk"),
+    "a block's keys from one vector too far on": ("row).from / FILL * FILL", "row).from / FILL * FILL + FILL"),
+    "what forward leaves out not cleared": ("if (c->window < 0) return;", "return;"),
     "first block of queries only": ("i < s->queries; i += FORWARD", "i < FORWARD; i += FORWARD"),
     "columns of pairs exchanged": ("upper ? _mm512_add_epi16(low, _mm512_set1_epi16(16)) : low", "low"),
     "scores in bfloat16": ("_mm512_fmsub_ps(_mm512_loadu_ps(s + i), one, top)",
@@ -153,6 +170,7 @@ def test_planted_faults_in_c_are_found(name: str, tmp_path: Path, monkeypatch: p
         return check()
     with pytest.raises(AssertionError, match=r"of what may be|of the variance|far from zero"):
         check(([35, 130], [35, 131]), width=48)
+        check(([35, 130],) * 2, width=48, window=20)
         check_far_scores(torch.bfloat16)
     # The comparison before the first use is for a compiler's faults: not for the last digit or the farthest scores.
     if name not in ("scores in bfloat16", "tail of columns in the largest score"):

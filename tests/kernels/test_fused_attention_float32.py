@@ -11,12 +11,14 @@ from fused_attention_check import (
     SCALE,
     SEEDS,
     SHAPES,
+    WINDOWS,
     P,
     check_far_scores,
     compiled,
     inputs,
     masks,
     run_with_guards,
+    seen,
 )
 
 from composer_speedups.kernels import fused_attention as module
@@ -47,7 +49,7 @@ def _vectors(request: pytest.FixtureRequest, built: dict, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "native", lambda dtype: built[request.param])
 
 
-def expected(q, k, v, gradient, lengths, p: float) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def expected(q, k, v, gradient, lengths, p: float, window: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """In float64, by the book: each result, and how far from it float32 can get, in units of half an ulp.
 
     A sum of n products in any order is off by at most n units of the sum of their sizes. Errors of scores are relative
@@ -60,7 +62,7 @@ def expected(q, k, v, gradient, lengths, p: float) -> dict[str, tuple[torch.Tens
         qi, ki, vi, gi = (x.transpose(0, 1) for x in tensors)
         (n, width), m, factor = qi.shape[1:], ki.shape[1], mask / (1 - realised(p))
         scores = qi @ ki.mT * SCALE
-        probabilities = scores.softmax(-1)
+        probabilities = scores.softmax(-1) if window < 0 else seen(scores, window).softmax(-1)
         lost = width * SCALE * (qi.abs() @ ki.abs().mT) + scores.abs() + 8
         lost = lost + (probabilities * lost).sum(-1, keepdim=True) + m  # relative, of the probabilities
         kept = probabilities * factor
@@ -83,15 +85,16 @@ def expected(q, k, v, gradient, lengths, p: float) -> dict[str, tuple[torch.Tens
     return {name: tuple(torch.cat(x) for x in zip(*part, strict=True)) for name, part in parts.items()}
 
 
-def check(lengths=SAME, width: int = 64, p: float = P) -> None:
+def check(lengths=SAME, width: int = 64, p: float = P, window: int = -1) -> None:
     q, k, v, gradient = inputs(lengths, width, torch.float32)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     assert module.serves(*leaves)
-    out = varlen_attention(*leaves, *map(Lengths.of, lengths), p, SCALE)
+    out = varlen_attention(*leaves, *map(Lengths.of, lengths), p, SCALE, window)
     out.backward(gradient)
     half = torch.finfo(torch.float32).eps / 2
     found = (out.detach(), *(x.grad for x in leaves))
-    for (name, (value, worst)), x in zip(expected(q, k, v, gradient, lengths, p).items(), found, strict=True):
+    results = expected(q, k, v, gradient, lengths, p, window)
+    for (name, (value, worst)), x in zip(results.items(), found, strict=True):
         error = (x.double() - value).abs() / half
         assert (error <= worst + 1e-6).all(), f"{name}: an error of {(error / worst).max():.2f} of what may be"
         # Worst cases do not meet: what rounding does to many terms is a small part of their sum of sizes.
@@ -105,6 +108,13 @@ def check(lengths=SAME, width: int = 64, p: float = P) -> None:
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "nothing"])
 def test_errors_are_those_of_float32(name: str, p: float) -> None:
     check(SHAPES[name], p=p)
+
+
+@pytest.mark.usefixtures("_vectors")
+@pytest.mark.parametrize("p", [0.0, P])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows(window: int, p: float) -> None:
+    check(WINDOWS[window], p=p, window=window)
 
 
 @pytest.mark.usefixtures("_vectors")
@@ -130,10 +140,11 @@ MUTANTS = {
     "scale dropped": ("-scale : scale) * 1.44269504f", "1 : 1) * 1.44269504f"),
     "scale dropped in backward": ("unit = all(scale);", "unit = all(0 * scale + 1);"),
     "base e for 2": ("-scale : scale) * 1.44269504f", "-scale : scale)"),
-    "a row's tail not masked": ("e = (Vector)((Bits)e & present(n - i));", ";"),
-    "tail of columns in the largest score": ("if (n - i < WIDE) score =", "if (n < 0) score ="),
+    "a row's tail not masked": ("if (n - i < WIDE || hidden > i) e =", "if (hidden > i) e ="),
+    "what is before the window not masked": ("if (n - i < WIDE || hidden > i) e =", "if (n - i < WIDE) e ="),
+    "tail of columns in the largest score": ("if (n - i < WIDE || hidden > i) {", "if (n < 0) {"),
     "odd first elements": ("bits + odd", "bits"),
-    "same mask in all rows": ("first = row * n, odd", "first = n % 2, odd"),
+    "same mask in all rows": ("first = row * n + range.from, odd", "first = n % 2 + range.from, odd"),
     "same mask in all sequences": ("k0 += (uint32_t)", "k0 += 0 * (uint32_t)"),
     "mask forgotten in forward": ("store(x + i, (Vector)(p & ~gone) * kept);", "store(x + i, (Vector)p * kept);"),
     "mask forgotten in backward": ("signed_p + i, (Vector)(p | (gone & sign))", "signed_p + i, (Vector)p"),
@@ -144,9 +155,12 @@ MUTANTS = {
     "keep forgotten in backward": ("factor = all(keep), unit", "factor = all(0 * keep + 1), unit"),
     "last rows of a tile lost": ("r < rows; r += ROWS", "r + ROWS <= rows; r += ROWS"),
     "last columns of a tile lost": ("c < vectors; c += COLUMNS", "c + COLUMNS <= vectors; c += COLUMNS"),
-    "last key lost": ("scores, wide, 1, n, v", "scores, wide, 1, n - 1, v"),
-    "blocks of queries not added up in dv": ("rows, g, d, WIDE, i > 0", "rows, g, d, WIDE, 0"),
-    "blocks of queries not added up in dk": ("rows, q, d, WIDE, i > 0", "rows, q, d, WIDE, 0"),
+    "last key lost": ("scores, wide, 1, m, v", "scores, wide, 1, m - 1, v"),
+    "blocks of queries not added up in dv": ("rows, g, d, WIDE, add", "rows, g, d, WIDE, 0"),
+    "blocks of queries not added up in dk": ("rows, q, d, WIDE, add", "rows, q, d, WIDE, 0"),
+    "sums of a window not begun with zero": ("if (c->window >= 0) /*", "if (c->window > 99) /*"),
+    "a block's keys from one vector too far on": ("row).from / FILL * FILL", "row).from / FILL * FILL + FILL"),
+    "what forward leaves out not cleared": ("if (c->window < 0) return;", "return;"),
     "first block of queries only": ("i < s->queries; i += FORWARD", "i < FORWARD; i += FORWARD"),
     "halves exchanged when keys are turned": ("a[j], a[j + 4], 0x20)", "a[j], a[j + 4], 0x31)"),
     "2^x by too short a polynomial": ("y = multiply_add(y, f, all(0.00961848896f));", "y = all(0.00961848896f);"),
@@ -166,6 +180,7 @@ def test_planted_faults_in_c_are_found(name: str, vectors: str, tmp_path: Path, 
         return check()
     with pytest.raises(AssertionError, match=r"of what may be|of what the worst|far from zero"):
         check(([35, 130], [35, 131]), width=48)
+        check(([35, 130],) * 2, width=48, window=20)
         check_far_scores(torch.float32, 1e-30)
     # The comparison before the first use is for a compiler's faults: not for the last digit or the farthest scores.
     if name not in ("2^x by too short a polynomial", "tail of columns in the largest score"):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fused_attention_check import seen
 
 from composer_speedups.kernels import varlen_attention as module
 from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
@@ -37,22 +38,27 @@ def masks(queries: list[int], keys: list[int]) -> list[torch.Tensor]:
     return out
 
 
-def reference(q, k, v, queries: list[int], keys: list[int], dropout: bool, scale: float) -> torch.Tensor:
+def reference(
+    q, k, v, queries: list[int], keys: list[int], dropout: bool, scale: float, window: int = -1
+) -> torch.Tensor:
     """In float64, one sequence after the other."""
     out = []
     spans = zip(q.split(queries), k.split(keys), v.split(keys), masks(queries, keys), strict=True)
     for qi, ki, vi, mask in spans:
-        p = (torch.einsum("qhd,khd->hqk", qi, ki) * scale).softmax(-1)
+        scores = torch.einsum("qhd,khd->hqk", qi, ki) * scale
+        p = (scores if window < 0 else seen(scores, window)).softmax(-1)
         out.append(torch.einsum("hqk,khd->qhd", p * mask if dropout else p, vi))
     return torch.cat(out)
 
 
-def check(dtype: torch.dtype, queries: list[int] = LENGTHS, p: float = P, scale: float | None = None) -> None:
+def check(
+    dtype: torch.dtype, queries: list[int] = LENGTHS, p: float = P, scale: float | None = None, window: int = -1
+) -> None:
     q, k, v, gradient = inputs(dtype, queries=queries)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = reference(*wide, queries, LENGTHS, p > 0, WIDTH**-0.5 if scale is None else scale)
+    expected = reference(*wide, queries, LENGTHS, p > 0, WIDTH**-0.5 if scale is None else scale, window)
     expected.backward(gradient.double())
-    out = varlen_attention(q, k, v, Lengths.of(queries), Lengths.of(LENGTHS), p, scale)
+    out = varlen_attention(q, k, v, Lengths.of(queries), Lengths.of(LENGTHS), p, scale, window)
     out.backward(gradient)
     # Scores, probabilities and the gradient of each are stored in `dtype`: four roundings of values that are then
     # summed with weights of at most a few units. bf16 scores of size s are off by s ulp/2, and so is exp of them
@@ -96,6 +102,19 @@ def test_other_queries_than_keys_and_own_scale(dtype: torch.dtype, passes: str) 
     check(dtype, queries=[1, 1, 0, 1, 1], scale=0.2)
 
 
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_windows(dtype: torch.dtype, window: int, passes: str) -> None:
+    check(dtype, window=window)
+    check(dtype, p=0.0, scale=-0.3, window=window)
+
+
+def test_a_window_needs_as_many_queries_as_keys() -> None:
+    x = torch.randn(6, 1, 8)
+    with pytest.raises(ValueError, match="as many queries as keys, got up to 1 and 4"):
+        varlen_attention(x[:2], x, x, Lengths.of([1, 1]), Lengths.of([4, 2]), window=2)
+
+
 def test_what_was_built_is_used() -> None:
     assert (load("varlen_attention") is None) == (module.native() is None), "C and PyTorch passes do not agree"
 
@@ -137,13 +156,14 @@ def test_dropout_follows_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
 
 
+@pytest.mark.parametrize("window", [-1, 0, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_padded_path_matches(dtype: torch.dtype) -> None:
+def test_padded_path_matches(dtype: torch.dtype, window: int) -> None:
     q, k, v, gradient = inputs(dtype)
     lengths = Lengths.of(LENGTHS)
-    expected = reference(q.double(), k.double(), v.double(), LENGTHS, LENGTHS, False, 0.3)
+    expected = reference(q.double(), k.double(), v.double(), LENGTHS, LENGTHS, False, 0.3, window)
     want = torch.autograd.grad(expected, (q, k, v), gradient.double())
-    out = module._padded(q, k, v, lengths, lengths, 0.0, 0.3)
+    out = module._padded(q, k, v, lengths, lengths, 0.0, 0.3, window)
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=16 * ulp, atol=16 * ulp)
     for x, y in zip(torch.autograd.grad(out, (q, k, v), gradient), want, strict=True):
@@ -154,12 +174,23 @@ def test_flash_attn_is_called_by_its_documented_signature(monkeypatch: pytest.Mo
     """A stand-in for the package, which no CPU can run: with its arguments, and what they mean."""
 
     def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
     ):
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and not causal and dropout_p == 0.0
         lengths = [cu_seqlens.diff().tolist() for cu_seqlens in (cu_seqlens_q, cu_seqlens_k)]
         assert [max_seqlen_q, max_seqlen_k] == [max(each) for each in lengths]
-        return reference(q, k, v, *lengths, False, softmax_scale)
+        assert window_size[0] == window_size[1]  # to the left and to the right
+        return reference(q, k, v, *lengths, False, softmax_scale, window_size[0])
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     monkeypatch.setattr(module, "attention_kernel", lambda q: "flash-attn")
@@ -167,6 +198,9 @@ def test_flash_attn_is_called_by_its_documented_signature(monkeypatch: pytest.Mo
     q, k, v, _ = inputs(torch.float64, queries=queries)
     out = varlen_attention(q, k, v, Lengths.of(queries), Lengths.of(LENGTHS), 0.0, 0.3)
     torch.testing.assert_close(out, reference(q, k, v, queries, LENGTHS, False, 0.3))
+    q, k, v, _ = inputs(torch.float64)
+    out = varlen_attention(q, k, v, Lengths.of(LENGTHS), Lengths.of(LENGTHS), 0.0, 0.3, window=6)
+    torch.testing.assert_close(out, reference(q, k, v, LENGTHS, LENGTHS, False, 0.3, 6))
 
 
 @pytest.fixture
@@ -195,17 +229,18 @@ def test_choosing_the_kernel_breaks_no_graph(capability, kernel: str, monkeypatc
     assert attention_kernel(OnGpu) == kernel
 
 
-def test_compiled_code_calls_one_opaque_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [-1, 5])
+def test_compiled_code_calls_one_opaque_operation(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, gradient = inputs(torch.float64)
     seeds, host = torch.tensor(SEEDS), torch.tensor(LENGTHS, dtype=torch.int32)
-    arguments = (host, host, seeds, P, 0.3)
+    arguments = (host, host, seeds, P, 0.3, window)
     torch.library.opcheck(module._opaque, (q, k, v, *arguments))
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(q, k, v):
         return module._opaque(q, k, v, *arguments)
 
-    out, expected = compiled(q, k, v), reference(q, k, v, LENGTHS, LENGTHS, True, 0.3)
+    out, expected = compiled(q, k, v), reference(q, k, v, LENGTHS, LENGTHS, True, 0.3, window)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     want = torch.autograd.grad(expected, (q, k, v), gradient)
     for x, y in zip(torch.autograd.grad(out, (q, k, v), gradient), want, strict=True):
@@ -257,14 +292,15 @@ def test_a_planted_fault_is_found(dtype: torch.dtype, name: str, mutant, monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_cuda_matches_float64(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [-1, 5])
+def test_cuda_matches_float64(dtype: torch.dtype, window: int) -> None:
     q, k, v, gradient = inputs(dtype, "cuda")
     wide = [x.detach().cpu().double().requires_grad_() for x in (q, k, v)]
-    expected = reference(*wide, LENGTHS, LENGTHS, False, WIDTH**-0.5)
+    expected = reference(*wide, LENGTHS, LENGTHS, False, WIDTH**-0.5, window)
     expected.backward(gradient.cpu().double())
     lengths = Lengths.of(LENGTHS, "cuda")
     assert attention_kernel(q) == "padded sdpa" if dtype == torch.float32 else "flash" in attention_kernel(q)
-    out = varlen_attention(q, k, v, lengths, lengths)
+    out = varlen_attention(q, k, v, lengths, lengths, window=window)
     out.backward(gradient)
     ulp = max(torch.finfo(dtype).eps, 1e-6)  # as on the CPU; float32 products may be in another order
     torch.testing.assert_close(out.cpu().double(), expected, rtol=8 * ulp, atol=8 * ulp)
