@@ -14,18 +14,24 @@ __all__ = [
     "CAUSAL",
     "DISTILBERT",
     "MASKED",
+    "MODERNBERT",
     "READ_ANYWHERE",
     "READ_FIRST",
     "UNPADDABLE",
     "has_head",
     "layers_of",
     "positions",
+    "reads_first",
+    "stack_of",
 ]
 
 # By `config.model_type`: embeddings, then `encoder.layer`, each with `attention.self`, `attention.output`, ...
 BERT_LIKE = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 DISTILBERT = ("distilbert",)  # the same mathematics in modules of other names
-UNPADDABLE = (*BERT_LIKE, *DISTILBERT)
+MODERNBERT = (
+    "modernbert",
+)  # its encoder runs the layers itself; rotary positions, windows, norms before what they feed
+UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)
 
 MASKED = ("ForMaskedLM",)
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -33,18 +39,27 @@ READ_FIRST = ("ForSequenceClassification", "ForMultipleChoice")
 READ_ANYWHERE = ("ForTokenClassification", "ForQuestionAnswering", *MASKED)
 
 
-def layers_of(encoder: torch.nn.Module | None) -> torch.nn.Module | None:
-    """The module that runs the layers of `encoder`, in its `layer`; None if `encoder` is none of `UNPADDABLE`.
+def stack_of(encoder: torch.nn.Module | None) -> torch.nn.Module | None:
+    """The module that runs the layers of `encoder`; None if `encoder` is none of `UNPADDABLE`.
 
     >>> from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel
-    >>> type(layers_of(BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)))).__name__
+    >>> type(stack_of(BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)))).__name__
     'BertEncoder'
-    >>> type(layers_of(DistilBertModel(DistilBertConfig(dim=8, n_heads=2, n_layers=1)))).__name__
+    >>> type(stack_of(DistilBertModel(DistilBertConfig(dim=8, n_heads=2, n_layers=1)))).__name__
     'Transformer'
     """
     family = getattr(getattr(encoder, "config", None), "model_type", None)
-    stack = getattr(encoder, "transformer" if family in DISTILBERT else "encoder", None)
-    return stack if family in UNPADDABLE and hasattr(stack, "layer") else None
+    if family in MODERNBERT:
+        stack = encoder
+    else:
+        stack = getattr(encoder, "transformer" if family in DISTILBERT else "encoder", None)
+    return stack if family in UNPADDABLE and layers_of(stack) is not None else None
+
+
+def layers_of(stack: torch.nn.Module | None) -> torch.nn.ModuleList | None:
+    """The layers that the module `stack_of` an encoder runs, in order; None if it has none."""
+    layers = getattr(stack, "layer", None) or getattr(stack, "layers", None)
+    return layers if isinstance(layers, torch.nn.ModuleList) else None
 
 
 def positions(config: Any) -> str:
@@ -66,3 +81,18 @@ def has_head(model: torch.nn.Module | None, kinds: tuple[str, ...]) -> bool:
     (True, False)
     """
     return type(model).__name__.endswith(kinds)
+
+
+def reads_first(owner: torch.nn.Module | None) -> bool:
+    """Whether `owner` is a whole model whose head reads each row's first token, and no other.
+
+    >>> from transformers import BertConfig, BertForSequenceClassification
+    >>> small = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+    >>> reads_first(BertForSequenceClassification(BertConfig(**small)))
+    True
+    """
+    if not has_head(owner, READ_FIRST):
+        return False
+    config = getattr(owner, "config", None)
+    # ELECTRA's multiple choice may take a mean, and so may ModernBERT's classifiers.
+    return getattr(config, "summary_type", "first") == "first" and getattr(config, "classifier_pooling", "cls") == "cls"

@@ -1,4 +1,4 @@
-"""Several linear layers of one input as one matmul: queries, keys and values.
+"""Several linear layers of one input as one matmul, queries, keys and values, and a part of one.
 
 It reads the input once, its gradient comes out of one matmul instead of being summed from several, and the weights'
 gradients are one matmul large enough to fill a device. The layers stay what they are: their weights are put beside
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.surgery import hooked
 
-__all__ = ["joint_linear"]
+__all__ = ["joint_linear", "only_linear", "part_of_linear"]
 
 
 def joint_linear(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -30,14 +30,24 @@ def joint_linear(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> tuple[to
     >>> [tuple(y.shape) for y in joint_linear(layers, torch.ones(5, 2))]
     [(5, 3), (5, 1)]
     """
-    if not all(map(_only_linear, layers)):
+    if not all(only_linear(m) and m.bias is not None for m in layers):
         return tuple(m(x) for m in layers)
     weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
     return F.linear(x, weight, bias).split([m.out_features for m in layers], -1)
 
 
-def _only_linear(layer: torch.nn.Module) -> bool:
+def part_of_linear(layer: torch.nn.Linear, x: torch.Tensor, part: slice) -> torch.Tensor:
+    """`layer(x)[..., part]`, of a layer that is `only_linear`.
+
+    >>> part_of_linear(torch.nn.Linear(2, 6), torch.ones(5, 2), slice(4, None)).shape
+    torch.Size([5, 2])
+    """
+    return F.linear(x, layer.weight[part], None if layer.bias is None else layer.bias[part])
+
+
+def only_linear(layer: torch.nn.Module) -> bool:
     """Whether calling `layer` is nothing but a matmul with its weight. A quantised weight is a tensor of other type."""
-    if type(layer) is not torch.nn.Linear or layer.bias is None or hooked(layer):
+    if type(layer) is not torch.nn.Linear or hooked(layer):
         return False
-    return all(type(p) in (torch.nn.Parameter, torch.Tensor) or shape_only(p) for p in (layer.weight, layer.bias))
+    parameters = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+    return all(type(p) in (torch.nn.Parameter, torch.Tensor) or shape_only(p) for p in parameters)

@@ -1,22 +1,25 @@
 """What `Unpadding` mixes into encoders of every family: when a batch can be packed, and attention over packed tokens.
 
-Each family's own part is beside this: `packed_bert.py`, `packed_distilbert.py`.
+Each family's own part is beside this: `packed_bert.py`, `packed_distilbert.py`, `packed_modernbert.py`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
+from composer_speedups.families import layers_of
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.varlen_attention import varlen_attention
-from composer_speedups.packing import Packing, counts_of
+from composer_speedups.packing import Holed, Packing, counts_of
 
-__all__ = ["PACKED", "PackedAttention", "PackedEncoder", "for_compiled", "say_once"]
+__all__ = ["PACKED", "PackedAttention", "PackedEncoder", "first_only_as_asked", "for_compiled", "say_once"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -29,6 +32,7 @@ class PackedEncoder:
 
     packed_multiple_of = 64  # packed tokens are filled up to a multiple of this, as far as there is padding
     reads_anywhere = False  # whether the head reads tokens of any place, or each row's first
+    packed_whole_rows = False  # whether a layer counts the tokens between two others, padding among them
 
     @torch.compiler.disable
     def packing_of(self, input_ids, mask, args: tuple, kwargs: dict[str, Any]) -> Packing | None:
@@ -45,6 +49,8 @@ class PackedEncoder:
             return say_once(f"the attention mask is {tuple(mask.shape)}, not as the ids [rows, length]")
         else:
             counts = counts_of(mask)
+        if self.packed_whole_rows and any(isinstance(count, Holed) for count in counts):
+            return say_once("padding between the tokens of a row, of which windows are counted")
         if not any(counts) or (not self.reads_anywhere and min(counts) <= 0):
             return say_once("a row's first position, which is read by the head, is padding")
         return Packing.of(mask, counts, self.packed_multiple_of)
@@ -64,8 +70,8 @@ class PackedEncoder:
 class PackedAttention:
     """Mixed into a self-attention layer: given a `Packing` as mask, hidden states are [total, width]."""
 
-    def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
-        """The layers of queries, keys and values."""
+    def projections(self) -> tuple[torch.nn.Module, ...]:
+        """The layers of queries, keys and values, or the one of all three."""
         raise NotImplementedError
 
     def attend(self, hidden_states: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -74,6 +80,24 @@ class PackedAttention:
         q, k, v = (x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
         dropout = self.dropout.p if self.training else 0.0
         return varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout).flatten(1)
+
+
+@contextmanager
+def first_only_as_asked(stack: torch.nn.Module) -> Iterator[bool]:
+    """While `stack` runs its layers: whether the last one computes each row's first token only, by `LastLayerSubset`.
+
+    It does if the classifier asks for it, and on nobody else's behalf.
+    """
+    last, asked = layers_of(stack)[-1], getattr(stack, "asked_for_first", None)
+    if not hasattr(last, "first_only"):
+        yield False
+        return
+    before, last.first_only = last.first_only, bool(asked)
+    try:
+        yield bool(asked)
+    finally:  # what the classifier asked for holds when its call is over: checkpointing runs the layer again
+        if asked is None:
+            last.first_only = before
 
 
 def for_compiled(hidden: torch.Tensor, layers: torch.nn.ModuleList) -> torch.Tensor:

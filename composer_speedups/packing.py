@@ -16,7 +16,7 @@ import torch
 
 from composer_speedups.kernels.varlen_attention import Lengths
 
-__all__ = ["COUNTS", "Packing", "count_on_host", "count_tokens", "counts_of", "hand_over", "tie_counts"]
+__all__ = ["COUNTS", "Holed", "Packing", "count_on_host", "count_tokens", "counts_of", "hand_over", "tie_counts"]
 
 COUNTS = "real_token_counts"  # the key in a batch
 _TIED = "_composer_speedups_counts"
@@ -92,17 +92,28 @@ class Packing(NamedTuple):
         return Lengths(ends.clamp(max=self.rows), host, 1)
 
 
+class Holed(int):
+    """The count of a row that has padding between its real tokens.
+
+    A number, as Composer splits a batch's lists, but keeps nothing that a list itself would know.
+    """
+
+
 def count_tokens(mask: torch.Tensor) -> list[int]:
     """How many tokens of each row are real; negative where the row's first position is padding.
 
     For a mask on a device this waits for it, once.
 
-    >>> count_tokens(torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]]))
-    [2, -2, 0]
+    >>> count_tokens(torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0], [1, 0, 1]]))
+    [2, -2, 0, 2]
+    >>> [type(count).__name__ for count in count_tokens(torch.tensor([[1, 1, 0], [1, 0, 1]]))]
+    ['int', 'Holed']
     """
     real = mask != 0
     counts = real.sum(1)
-    return torch.where(real[:, 0], counts, -counts).tolist()
+    begins = real[:, 0] + (real[:, 1:] > real[:, :-1]).sum(1)
+    signed, begins = torch.stack((torch.where(real[:, 0], counts, -counts), begins)).tolist()
+    return [Holed(n) if parts > 1 else n for n, parts in zip(signed, begins, strict=True)]
 
 
 def count_on_host(batch: Any) -> bool:

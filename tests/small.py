@@ -34,6 +34,11 @@ def config_of(family: str, **values: object):
         }
         values = {others.get(name, name): value for name, value in values.items()}
         values |= {"seq_classif_dropout": 0.0, "qa_dropout": 0.0}
+    elif family == "ModernBert":  # its second layer sees a window of 4 tokens to each side
+        values["mlp_dropout"] = values["embedding_dropout"] = values.pop("hidden_dropout_prob")
+        values["attention_dropout"] = values.pop("attention_probs_dropout_prob")
+        special = dict.fromkeys(("bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id"), 1)
+        values = {"local_attention": 8, "global_attn_every_n_layers": 2} | special | values
     return getattr(transformers, f"{family}Config")(**values)
 
 

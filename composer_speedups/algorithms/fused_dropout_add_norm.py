@@ -38,7 +38,7 @@ from composer.loggers import Logger
 from composer_speedups.compat import distilbert_attention, layer_result
 from composer_speedups.compilation import missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.families import DISTILBERT, layers_of
+from composer_speedups.families import DISTILBERT, layers_of, stack_of
 from composer_speedups.kernels import dropout_add_norm as kernel
 from composer_speedups.kernels.tensors import plain
 from composer_speedups.speedup import SpeedUp, Stage
@@ -121,12 +121,12 @@ def _fits(module: torch.nn.Module) -> bool:
 
 def _layers_of_distilbert(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Of a DistilBERT encoder the layers that are transformers' own, with plain norms and dropouts; else none."""
-    stack = layers_of(module)
+    stack = stack_of(module)
     if stack is None or module.config.model_type not in DISTILBERT:
         return []
     return [
         layer
-        for layer in stack.layer
+        for layer in layers_of(stack)
         if not isinstance(layer, _FusedLayer)
         and "forward" not in vars(layer)
         and all(stock_forward(m) for m in (layer, layer.ffn))

@@ -4,7 +4,7 @@
 every matmul, GELU, norm and dropout. Here the ids of real tokens are packed into one row [total]; all layers work on
 those, attention is variable-length, with queries, keys and values from one matmul. Padding comes back where somebody
 looks: the pooler is given the first tokens only, hidden states and masked language model logits are padded with zeros
-(DistilBERT's head computes logits from those, too: `MaskedTokenHead` spares it that).
+(DistilBERT's and ModernBERT's heads compute logits from those, too: `MaskedTokenHead` spares them that).
 Totals are filled up to a multiple of 64 with padding that nobody reads: oneDNN keeps kernels for every new one.
 
 **Numerics.** Attention over a sequence without its padding is the same sum in another order: outputs and all
@@ -16,13 +16,14 @@ PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches`
 completely and needs no knowledge of the model; with both the results are right, and grouping saves nothing. Under
 `TorchCompile` use `scope="block"`: the number of tokens is dynamic, so only the first few batches compile.
 
-**Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions. It *is* the
-attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
-attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. Masks may
-have holes or be on the left; only where a head reads the first position, and that is padding, the whole batch takes
-the stock forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks, `inputs_embeds`
-or masks that are not [rows, length], with a warning once for each reason. Question answering takes its softmax
-over padding, too, in transformers: there the logits are the head's bias.
+**Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions, or
+ModernBERT, which transformers 4.53 unpads itself where flash-attn is installed. It *is* the attention: it replaces
+`SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash attention, of flash-attn if installed,
+or else PyTorch's own; in float32 attention alone is padded again. Masks may have holes (where no layer sees a window
+only, as ModernBERT's do) or be on the left; only where a head reads the first position, and that is padding, the whole
+batch takes the stock forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks,
+`inputs_embeds` or masks that are not [rows, length], with a warning once for each reason. Question answering takes its
+softmax over padding, too, in transformers: there the logits are the head's bias.
 In a Trainer's `fit` and `eval` tokens are counted before the batch leaves the host; elsewhere, on CUDA, counting waits.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
@@ -35,11 +36,22 @@ from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups.arguments import check_count
-from composer_speedups.families import DISTILBERT, READ_ANYWHERE, UNPADDABLE, has_head, layers_of, positions
+from composer_speedups.families import (
+    DISTILBERT,
+    MODERNBERT,
+    READ_ANYWHERE,
+    READ_FIRST,
+    UNPADDABLE,
+    has_head,
+    positions,
+    reads_first,
+    stack_of,
+)
 from composer_speedups.kernels.varlen_attention import attention_kernel
 from composer_speedups.packed_bert import pack_bert
 from composer_speedups.packed_distilbert import pack_distilbert
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder
+from composer_speedups.packed_modernbert import pack_modernbert, unpads_itself
 from composer_speedups.packing import count_on_host, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -60,13 +72,17 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
     (3, 0)
     """
     count = 0
-    owners = {id(child): module for module in model.modules() for child in module.children()}
-    for encoder in [m for m in model.modules() if _why_not(m) is None]:
-        owner = owners.get(id(encoder))
+    owners = _owners(model)
+    for encoder in [m for m in model.modules() if _why_not(m, owners.get(id(m))) is None]:
+        owner, family = owners.get(id(encoder)), encoder.config.model_type
         encoder.packed_multiple_of = check_count("multiple_of", multiple_of)
-        encoder.reads_anywhere = has_head(owner, READ_ANYWHERE) and getattr(encoder, "pooler", None) is None
-        distil = encoder.config.model_type in DISTILBERT
-        count += pack_distilbert(encoder) if distil else pack_bert(encoder, owner)
+        heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
+        anywhere = has_head(owner, heads) and not reads_first(owner)
+        encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
+        if family in MODERNBERT:
+            count += pack_modernbert(encoder)
+        else:
+            count += pack_distilbert(encoder) if family in DISTILBERT else pack_bert(encoder, owner)
     return count
 
 
@@ -85,7 +101,8 @@ class Unpadding(SpeedUp):
         self.multiple_of = check_count("multiple_of", multiple_of)
 
     def install(self, state: State, logger: Logger) -> None:
-        nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m))})
+        owners = _owners(state.model)
+        nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m, owners.get(id(m))))})
         count = apply_unpadding(state.model, self.multiple_of)
         nothing = nothing or [f"no encoder of {', '.join(UNPADDABLE)} in the model"]
         self.report(logger, count, "; ".join(nothing), counted_on_host=False)
@@ -115,10 +132,15 @@ def _kernel(state: State) -> str:
     return "none"
 
 
-def _why_not(module: torch.nn.Module) -> str | None:
+def _owners(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """By `id`: what each module in `model` is a child of."""
+    return {id(child): module for module in model.modules() for child in module.children()}
+
+
+def _why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | None:
     """None if `module` is an encoder that can be unpadded; "" if it is nothing of the kind; or the reason."""
     config = getattr(module, "config", None)
-    if layers_of(module) is None or not hasattr(module, "embeddings"):
+    if stack_of(module) is None or not hasattr(module, "embeddings"):
         return ""
     if isinstance(module, PackedEncoder):
         return "its encoder is unpadded already"
@@ -128,4 +150,8 @@ def _why_not(module: torch.nn.Module) -> str | None:
         return f"position_embedding_type={position!r} adds to the scores, which fused kernels do not allow"
     if getattr(config, "chunk_size_feed_forward", 0):
         return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
+    if has_head(owner, ("ForMultipleChoice",)) and getattr(config, "summary_type", "first") != "first":
+        return f"summary_type={config.summary_type!r} reads padding, too"
+    if config.model_type in MODERNBERT and unpads_itself(module):
+        return "ModernBERT with flash_attention_2 unpads itself in this version of transformers"
     return None

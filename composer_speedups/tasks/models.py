@@ -42,7 +42,7 @@ def _bert(layers: int, width: int) -> tuple[str, dict[str, Any]]:
 
 
 # Architectures by hub name (model type, changes to its defaults), to build without asking the hub.
-# BertConfig() is bert-base-uncased, DistilBertConfig() distilbert-base-uncased.
+# BertConfig() is bert-base-uncased, DistilBertConfig() distilbert-base-uncased, ModernBertConfig() ModernBERT-base.
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "google-bert/bert-base-uncased": ("bert", {}),
     "google-bert/bert-base-cased": ("bert", {"vocab_size": 28996}),
@@ -58,6 +58,11 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "prajjwal1/bert-medium": _bert(8, 512),
     "distilbert/distilbert-base-uncased": ("distilbert", {}),
     "distilbert/distilroberta-base": ("roberta", {**_ROBERTA, "num_hidden_layers": 6}),
+    "answerdotai/ModernBERT-base": ("modernbert", {}),
+    "answerdotai/ModernBERT-large": (
+        "modernbert",
+        dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=2624),
+    ),
     "FacebookAI/roberta-base": ("roberta", _ROBERTA),
     "FacebookAI/roberta-large": ("roberta", {**_ROBERTA, **_LARGE}),
 }

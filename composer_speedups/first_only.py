@@ -1,0 +1,136 @@
+"""A last layer that computes each row's first token only: what `LastLayerSubset` mixes into it, for each family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from composer_speedups.compat import layer_result
+from composer_speedups.families import DISTILBERT, MODERNBERT
+from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
+from composer_speedups.kernels.varlen_attention import varlen_attention
+from composer_speedups.packed_modernbert import rotations_of, turned
+from composer_speedups.packing import Packing
+from composer_speedups.surgery import hooked
+
+__all__ = ["FirstOnly", "first_of"]
+
+
+def first_of(family: str) -> type[FirstOnly]:
+    """What is mixed into the last layer of a model of this `config.model_type`."""
+    if family in MODERNBERT:
+        return _FirstOfModernBert
+    return _FirstOfDistilBert if family in DISTILBERT else _FirstOfBert
+
+
+class FirstOnly:
+    """Mixed into a layer: [rows, length, width] -> [rows, 1, width], or packed, [total, width] -> [rows, width]."""
+
+    first_only = False
+    masks_are_rows = False  # whether a mask of [rows, length] says which tokens are real
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
+        extras = (*args, *(kwargs.get(name) for name in ("head_mask", "encoder_hidden_states", "past_key_value")))
+        mask = attention_mask
+        if self.first_only and self.masks_are_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            least = torch.finfo(hidden_states.dtype).min
+            mask = hidden_states.new_zeros(mask.shape).masked_fill(mask == 0, least)[:, None, None]
+        known = mask is None or isinstance(mask, Packing) or (isinstance(mask, torch.Tensor) and mask.dim() == 4)
+        if not self.first_only or not known or any(extra is not None and extra is not False for extra in extras):
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        first = mask.first(hidden_states) if isinstance(mask, Packing) else hidden_states[:, :1]
+        return layer_result(self.compute_first(first, hidden_states, mask, kwargs))
+
+    def must_be_whole(self) -> bool:
+        """Whether somebody listens to a module that is not called here, but is in the whole layer."""
+        return any(map(hooked, self.worked_around()))
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        """Those modules."""
+        raise NotImplementedError
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        """The layer's output for the tokens `first` of `hidden_states`; `given` are its further arguments by name."""
+        raise NotImplementedError
+
+
+class _FirstOfBert(FirstOnly):
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return self.attention, self.attention.self, self.attention.self.dropout
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        attention = self.attention.self
+        keys_and_values = joint_linear((attention.key, attention.value), hidden_states)
+        heads = (
+            x.unflatten(-1, (-1, attention.attention_head_size)) for x in (attention.query(first), *keys_and_values)
+        )
+        context = _attend(*heads, mask, attention.dropout.p if attention.training else 0.0)
+        attended = self.attention.output(context, first)
+        return self.output(self.intermediate(attended), attended)
+
+
+class _FirstOfDistilBert(FirstOnly):
+    masks_are_rows = True  # in eager attention of transformers 4.53
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return self.attention, self.attention.dropout
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        attention = self.attention
+        keys_and_values = joint_linear((attention.k_lin, attention.v_lin), hidden_states)
+        heads = (
+            x.unflatten(-1, (-1, attention.attention_head_size)) for x in (attention.q_lin(first), *keys_and_values)
+        )
+        context = _attend(*heads, mask, attention.dropout.p if attention.training else 0.0)
+        attended = self.sa_layer_norm(attention.out_lin(context) + first)
+        return self.output_layer_norm(self.ffn(attended) + attended)
+
+
+class _FirstOfModernBert(FirstOnly):
+    def must_be_whole(self) -> bool:
+        return super().must_be_whole() or not only_linear(self.attn.Wqkv)
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return (self.attn,)
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        attention, width = self.attn, hidden_states.shape[-1]
+        normed, packed = self.attn_norm(hidden_states), isinstance(mask, Packing)
+        normed_first = mask.first(normed) if packed else normed[:, :1]
+        query = part_of_linear(attention.Wqkv, normed_first, slice(width))
+        projected = query, *part_of_linear(attention.Wqkv, normed, slice(width, None)).chunk(2, -1)
+        if "position_embeddings" in given or packed:
+            rotations = rotations_of(given)
+        else:  # transformers 4.53
+            rotations = attention.rotary_emb(normed, position_ids=given["position_ids"])
+        rotations_first = [mask.first(x) if packed else x[:, :1] for x in rotations]
+        q, k, v = (x.unflatten(-1, (-1, attention.head_dim)) for x in projected)
+        q, k = turned(attention, q, q, rotations_first)[0], turned(attention, k, k, rotations)[1]
+        context = _attend(q, k, v, mask, attention.attention_dropout if attention.training else 0.0)
+        attended = first + attention.out_drop(attention.Wo(context))
+        return attended + self.mlp(self.mlp_norm(attended))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float) -> torch.Tensor:
+    """[rows, 1, width] out of [rows, length, heads, width of a head], or packed, [rows, width] out of [total, ...]."""
+    if isinstance(mask, Packing):
+        return varlen_attention(q, k, v, mask.ones(), mask.lengths, dropout).flatten(-2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if mask is None or mask.dtype == torch.bool:
+        context = F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, :, :1], dropout)
+    else:
+        # For a row that is nothing but padding, whose scores are all the least number there is, PyTorch's kernel for
+        # CPUs has wrong gradients; and one query a row is little to compute.
+        scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + mask[:, :, :1]
+        context = F.dropout(F.softmax(scores, -1), dropout) @ v
+    return context.transpose(1, 2).flatten(-2)
