@@ -115,7 +115,7 @@ class _FirstOfModernBert(FirstOnly):
             rotations = attention.rotary_emb(normed, position_ids=given["position_ids"])
         rotations_first = [mask.first(x) if packed else x[:, :1] for x in rotations]
         q, k, v = (x.unflatten(-1, (-1, attention.head_dim)) for x in projected)
-        q, k = turned(attention, q, q, rotations_first)[0], turned(attention, k, k, rotations)[1]
+        (q,), (k,) = turned(attention, rotations_first, q), turned(attention, rotations, k)
         context = _attend(q, k, v, mask, attention.attention_dropout if attention.training else 0.0)
         attended = first + attention.out_drop(attention.Wo(context))
         return attended + self.mlp(self.mlp_norm(attended))

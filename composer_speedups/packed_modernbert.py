@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from composer_speedups.kernels.rotary import rotary, serves
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, first_only_as_asked, for_compiled
 from composer_speedups.packing import Packing
@@ -48,13 +49,17 @@ def rotations_of(given: dict[str, Any]) -> Rotations:
     return given["position_embeddings" if "position_embeddings" in given else "position_ids"]
 
 
-def turned(attention: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, rotations: Rotations) -> list[torch.Tensor]:
-    """Queries and keys [..., tokens, heads, width of a head], turned to their positions by transformers' own function.
+def turned(attention: torch.nn.Module, rotations: Rotations, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Each of `tensors`, one or two, [..., tokens, heads, width of a head], turned to its positions.
 
-    Under autocast rotations are float32, and so is the product: it is rounded once.
+    Where the kernel for CPUs does not serve, by transformers' own function for it. Rotations are float32 at least, and
+    so is the product: it is rounded once.
     """
+    if all(serves(x, *rotations) for x in tensors):
+        return [rotary(x, *rotations) for x in tensors]
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-    return [x.to(q.dtype) for x in rotate(q, k, *rotations, unsqueeze_dim=-2)]
+    both = rotate(tensors[0], tensors[-1], *rotations, unsqueeze_dim=-2)  # it always wants two
+    return [x.to(tensors[0].dtype) for x in both[: len(tensors)]]
 
 
 class _Encoder(PackedEncoder):
@@ -78,6 +83,7 @@ class _Encoder(PackedEncoder):
     def rotations(self, like: torch.Tensor, positions: torch.Tensor, packing: Packing) -> list[dict[str, Rotations]]:
         """For each layer its rotations, by the name of the argument that brings them to its attention."""
         known: dict[Any, dict[str, Rotations]] = {}  # two kinds, of layers that see a window and of those that see all
+        like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))  # whose type they will have
         out = []
         for layer in self.layers:
             kind = getattr(layer, "attention_type", window_of(layer.attn) >= 0)
@@ -100,7 +106,7 @@ class _Attention(PackedAttention):
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, *args, **kwargs)
         q, k, v = self.Wqkv(hidden_states).unflatten(-1, (3, -1, self.head_dim)).unbind(-3)
-        q, k = turned(self, q, k, rotations_of(kwargs))
+        q, k = turned(self, rotations_of(kwargs), q, k)
         dropout = self.attention_dropout if self.training else 0.0
         out = varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout, window=window_of(self))
         return self.out_drop(self.Wo(out.flatten(1))), None

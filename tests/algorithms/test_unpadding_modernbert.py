@@ -122,8 +122,8 @@ def _narrower(attention: torch.nn.Module, right=packed_modernbert.window_of) -> 
     return right(attention) - 1 if right(attention) >= 0 else -1
 
 
-def _not_turned(attention, q, k, rotations):
-    return q, k
+def _not_turned(attention, rotations, *tensors):
+    return tensors
 
 
 def _one_kind(self, like, positions, packing, right=packed_modernbert._Encoder.rotations):
