@@ -52,10 +52,11 @@ def really_kept(recipe: Recipe, lengths: list[int]) -> tuple[int, int, int]:
         ("demo/fp32", "speedups.gradient_checkpointing={}"),
         ("demo/bf16", "speedups.gradient_checkpointing={every: 2}", "speedups.fused_dropout_add_norm={}"),
         ("cpu/fastest", "task.max_length=64", "speedups.gradient_checkpointing={}"),
+        ("cpu/fastest", "task.max_length=64", "model.name=answerdotai/ModernBERT-base"),
     ],
     ids=[
         *("fp32", "eager", "bf16", "mlm", "masked head", "unpadding", "fastest", "RoBERTa"),
-        *("checkpointing", "every second block", "fastest and checkpointing"),
+        *("checkpointing", "every second block", "fastest and checkpointing", "ModernBERT"),
     ],
 )
 def test_a_dry_run_keeps_what_a_real_one_keeps(recipe: tuple[str, ...]):

@@ -219,6 +219,9 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
             for name, token in (("pad", "pad"), ("cls", "cls"), ("sep", "sep"), ("bos", "cls"), ("eos", "sep")):
                 if hasattr(config, f"{name}_token_id"):
                     setattr(config, f"{name}_token_id", getattr(tokenizer, f"{token}_token_id"))
+        for name in ("pad", "cls", "sep", "bos", "eos"):  # ModernBERT's are the last of its own vocabulary
+            if (getattr(config, f"{name}_token_id", None) or 0) >= config.vocab_size:
+                setattr(config, f"{name}_token_id", 0)
     for name, value in spec.config.items():
         _override(config, name, value)
     if config.vocab_size < task.vocabulary:

@@ -39,7 +39,14 @@ def test_null_leaves_out_what_a_recipe_says_for_another_family():
 
 @pytest.mark.parametrize("objective", ["classification", "mlm"])
 @pytest.mark.parametrize(
-    "name", ["bert-base-uncased", "roberta-base", "distilbert-base-uncased", "prajjwal1/bert-mini"]
+    "name",
+    [
+        "bert-base-uncased",
+        "roberta-base",
+        "distilbert-base-uncased",
+        "prajjwal1/bert-mini",
+        "answerdotai/ModernBERT-base",
+    ],
 )
 def test_known_models_are_built_without_the_hub(name: str, objective: str):
     config = TINY_DISTILBERT if "distil" in name else TINY
@@ -56,12 +63,15 @@ def test_known_models_are_built_without_the_hub(name: str, objective: str):
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        # Counted in the papers' checkpoints: BERT-base 110 M, large 335 M; DistilBERT 66 M; RoBERTa-base 125 M.
+        # Counted in the papers' checkpoints: BERT-base 110 M, large 335 M; DistilBERT 66 M; RoBERTa-base 125 M;
+        # ModernBERT-base 149 M, large 395 M.
         ("bert-base-uncased", 109_482_240),
         ("google-bert/bert-large-uncased", 335_141_888),
         ("distilbert-base-uncased", 66_362_880),
         ("roberta-base", 124_645_632),
         ("google/bert_uncased_L-2_H-128_A-2", 4_385_920),
+        ("answerdotai/ModernBERT-base", 149_014_272),
+        ("answerdotai/ModernBERT-large", 394_781_696),
     ],
 )
 def test_known_models_have_the_size_of_the_originals(name: str, parameters: int):
@@ -233,3 +243,13 @@ def test_a_broken_weights_file_is_one_clear_error(folder: Path):
     with pytest.raises(TaskError, match="cannot be loaded") as error:
         built(ModelSpec(name=str(folder), pretrained=True))
     one_line(error)
+
+
+def test_special_tokens_of_a_models_own_vocabulary_do_not_fit_a_smaller_one():
+    """ModernBERT's are the last of 50,368; `doctor` builds models without a tokenizer that would have others."""
+    from composer_speedups import memory
+    from composer_speedups.recipes import load_recipe
+
+    recipe = load_recipe("cpu/fp32", ["model.name=answerdotai/ModernBERT-base"])
+    model = models.build_empty_model(recipe.model, memory._shape(recipe, 64))
+    assert model.config.pad_token_id == 0 == model.get_input_embeddings().padding_idx
