@@ -18,6 +18,7 @@ __all__ = [
     "READ_ANYWHERE",
     "READ_FIRST",
     "UNPADDABLE",
+    "attention_of",
     "has_head",
     "layers_of",
     "positions",
@@ -62,6 +63,18 @@ def layers_of(stack: torch.nn.Module | None) -> torch.nn.ModuleList | None:
     return layers if isinstance(layers, torch.nn.ModuleList) else None
 
 
+def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """The self-attention in a layer of such an encoder: with the layers of queries, keys and values; None if not found.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> bert = BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
+    >>> attention_of(bert.encoder.layer[0]).query
+    Linear(in_features=8, out_features=8, bias=True)
+    """
+    block = getattr(layer, "attention", None) or getattr(layer, "attn", None)
+    return getattr(block, "self", block)
+
+
 def positions(config: Any) -> str:
     """ "absolute" where positions are added to the embeddings; other kinds add to the attention scores.
 
@@ -91,8 +104,10 @@ def reads_first(owner: torch.nn.Module | None) -> bool:
     >>> reads_first(BertForSequenceClassification(BertConfig(**small)))
     True
     """
-    if not has_head(owner, READ_FIRST):
-        return False
     config = getattr(owner, "config", None)
+    # ModernBERT's multiple choice reads the first token that is real.
+    heads = READ_FIRST[:1] if getattr(config, "model_type", None) in MODERNBERT else READ_FIRST
+    if not has_head(owner, heads):
+        return False
     # ELECTRA's multiple choice may take a mean, and so may ModernBERT's classifiers.
     return getattr(config, "summary_type", "first") == "first" and getattr(config, "classifier_pooling", "cls") == "cls"

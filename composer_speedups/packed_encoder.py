@@ -45,8 +45,9 @@ class PackedEncoder:
             return say_once(f"{', '.join(extras) or 'inputs other than ids'} asked for")
         if mask is None:
             mask, counts = torch.ones_like(input_ids), [input_ids.shape[1]] * len(input_ids)
-        elif mask.shape != input_ids.shape:
-            return say_once(f"the attention mask is {tuple(mask.shape)}, not as the ids [rows, length]")
+        elif not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
+            found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+            return say_once(f"the attention mask is {found}, not as the ids [rows, length]")
         else:
             counts = counts_of(mask)
         if self.packed_whole_rows and any(isinstance(count, Holed) for count in counts):

@@ -57,7 +57,8 @@ def turned(attention: torch.nn.Module, rotations: Rotations, *tensors: torch.Ten
     """
     if all(serves(x, *rotations) for x in tensors):
         return [rotary(x, *rotations) for x in tensors]
-    rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    homes = (sys.modules.get(cls.__module__) for cls in type(attention).__mro__)  # a subclass may be anybody's
+    rotate = next(home.apply_rotary_pos_emb for home in homes if hasattr(home, "apply_rotary_pos_emb"))
     both = rotate(tensors[0], tensors[-1], *rotations, unsqueeze_dim=-2)  # it always wants two
     return [x.to(tensors[0].dtype) for x in both[: len(tensors)]]
 

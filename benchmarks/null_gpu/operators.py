@@ -172,7 +172,8 @@ def _probabilities(q, k, bias, p: float, scale: float, seed: int):
     factor = torch.ones(())
     if p:
         factor = (torch.rand(scores.shape, generator=torch.Generator(CPU).manual_seed(seed), device=CPU) >= p) / (1 - p)
-    return scores.softmax(-1), factor, scores.logsumexp(-1).float()
+    nothing = scores.isneginf().all(-1, keepdim=True)  # a query that sees no key gets zeros on CUDA, and no NaN
+    return scores.softmax(-1).masked_fill(nothing, 0), factor, scores.logsumexp(-1).float()
 
 
 def _attend(q, k, v, bias, p, scale, seed):

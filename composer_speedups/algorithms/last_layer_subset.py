@@ -29,7 +29,15 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
-from composer_speedups.families import MODERNBERT, UNPADDABLE, layers_of, positions, reads_first, stack_of
+from composer_speedups.families import (
+    MODERNBERT,
+    UNPADDABLE,
+    attention_of,
+    layers_of,
+    positions,
+    reads_first,
+    stack_of,
+)
 from composer_speedups.first_only import FirstOnly, first_of
 from composer_speedups.packed_encoder import first_only_as_asked
 from composer_speedups.packed_modernbert import window_of
@@ -89,6 +97,7 @@ def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
         or getattr(config, "is_decoder", False)
         or positions(config) != "absolute"
         or encoder is None
+        or not all(map(stock_forward, (encoder, layers_of(encoder)[-1], attention_of(layers_of(encoder)[-1]))))
         or (config.model_type in MODERNBERT and window_of(layers_of(encoder)[-1].attn) >= 0)
     ):
         return None
@@ -107,7 +116,7 @@ class _Owner:
         whole = any(d if a is None else a for a, d in zip(asked, default, strict=True))
         stack = stack_of(self.base_model)
         last = layers_of(stack)[-1]  # another one if somebody has cut the model, or built a new one of its class
-        whole |= not isinstance(last, FirstOnly) or last.must_be_whole()
+        whole |= not isinstance(last, FirstOnly) or last.must_be_whole() or not reads_first(self)
         stack.asked_for_first = not whole and len(args) <= len(_IDS)  # any further one could be either of them
         try:
             return super().forward(*args, **kwargs)

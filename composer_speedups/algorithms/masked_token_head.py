@@ -155,6 +155,8 @@ def _places(labels: torch.Tensor, capacity: float | None) -> torch.Tensor:
 class _Gathers:
     """Mixed into an encoder: hands the hidden states of the chosen places, [1, chosen, width], to the head."""
 
+    chooses_tokens = True  # out of all: what packs them comes first
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
         places = getattr(self, _PLACES, None)

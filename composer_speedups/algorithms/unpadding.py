@@ -42,7 +42,9 @@ from composer_speedups.families import (
     READ_ANYWHERE,
     READ_FIRST,
     UNPADDABLE,
+    attention_of,
     has_head,
+    layers_of,
     positions,
     reads_first,
     stack_of,
@@ -54,6 +56,7 @@ from composer_speedups.packed_encoder import PackedAttention, PackedEncoder
 from composer_speedups.packed_modernbert import pack_modernbert, unpads_itself
 from composer_speedups.packing import count_on_host, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.surgery import stock_forward
 
 __all__ = ["Unpadding", "apply_unpadding"]
 
@@ -65,6 +68,9 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
         model: changed in place.
         multiple_of: the packed tokens of a batch are filled up to a multiple of this, as far as there is padding.
 
+    Raises:
+        ValueError: `apply_masked_token_head` came first.
+
     >>> from transformers import BertConfig, BertForSequenceClassification
     >>> config = BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=3, vocab_size=9)
     >>> bert = BertForSequenceClassification(config)
@@ -75,6 +81,8 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
     owners = _owners(model)
     for encoder in [m for m in model.modules() if _why_not(m, owners.get(id(m))) is None]:
         owner, family = owners.get(id(encoder)), encoder.config.model_type
+        if getattr(encoder, "chooses_tokens", False):
+            raise ValueError("apply_unpadding must come before apply_masked_token_head, whose work it would undo")
         encoder.packed_multiple_of = check_count("multiple_of", multiple_of)
         heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
         anywhere = has_head(owner, heads) and not reads_first(owner)
@@ -152,6 +160,9 @@ def _why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | No
         return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
     if has_head(owner, ("ForMultipleChoice",)) and getattr(config, "summary_type", "first") != "first":
         return f"summary_type={config.summary_type!r} reads padding, too"
+    parts = [module, stack_of(module), *(attention_of(layer) for layer in layers_of(stack_of(module)))]
+    if not all(part is not None and stock_forward(part) for part in parts):
+        return "the encoder, or its attention, has a forward of its own, not transformers'"
     if config.model_type in MODERNBERT and unpads_itself(module):
         return "ModernBERT with flash_attention_2 unpads itself in this version of transformers"
     return None

@@ -10,7 +10,7 @@ from small import config_of
 
 from composer_speedups import LastLayerSubset, Unpadding, apply_last_layer_subset, apply_unpadding
 from composer_speedups import first_only as module
-from composer_speedups.families import layers_of, stack_of
+from composer_speedups.families import attention_of, layers_of, stack_of
 from composer_speedups.joint_linear import joint_linear, part_of_linear
 
 PADDING = {"Bert": 0, "Roberta": 1, "Electra": 0, "DistilBert": 0, "ModernBert": 0}
@@ -246,6 +246,32 @@ def test_electra_may_sum_its_choices_up_otherwise(kind: str) -> None:
 @pytest.mark.parametrize("changes", [{"classifier_pooling": "mean"}, {"num_hidden_layers": 2}], ids=str)
 def test_modernbert_may_read_more_or_see_a_window(changes: dict) -> None:
     assert apply_last_layer_subset(make("ModernBert", **changes)) == 0
+
+
+def test_what_the_head_reads_may_be_changed_later() -> None:
+    stock, inputs = make("ModernBert"), batch()
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    for model in (stock, fast):
+        model.config.classifier_pooling = "mean"
+    compare(stock, fast, inputs)
+
+
+class _Doubled:
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+
+@EACH_KIND
+@pytest.mark.parametrize("place", ["stack", "layer", "attention"])
+def test_a_layer_of_ones_own_is_left_alone(place: str, family: str) -> None:
+    model = make(family)
+    stack = stack_of(model.base_model)
+    layer = layers_of(stack)[-1]
+    module = {"stack": stack, "layer": layer, "attention": attention_of(layer)}[place]
+    module.__class__ = type(type(module).__name__, (_Doubled, type(module)), {})
+    assert apply_last_layer_subset(model) == 0
 
 
 @pytest.mark.parametrize("unpadded", [False, True])

@@ -367,6 +367,34 @@ def test_more_tokens_than_positions_is_an_error_on_the_host(family: str) -> None
         assert not isinstance(found.value, IndexError)
 
 
+class _Doubled:
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else type(out)(last_hidden_state=out[0] * 2)
+
+
+@pytest.mark.parametrize("part", ["encoder", "attention"])
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
+def test_a_forward_of_ones_own_is_left_alone(family: str, part: str) -> None:
+    stock, head = make(family, "ForTokenClassification"), "ForTokenClassification"
+    attention = {"Bert": "encoder.layer.1.attention.self", "DistilBert": "transformer.layer.1.attention"}
+    module = stock.base_model
+    if part == "attention":
+        module = module.get_submodule(attention.get(family, "layers.1.attn"))
+    module.__class__ = type(type(module).__name__, (_Doubled, type(module)), {})
+    fast = copy.deepcopy(stock)
+    assert apply_unpadding(fast) == 0
+    compare(stock, fast, head, batch(head))
+
+
+def test_must_come_before_the_head_on_masked_tokens() -> None:
+    model = make("Bert", "ForMaskedLM")
+    assert apply_masked_token_head(model) == 1
+    with pytest.raises(ValueError, match="before apply_masked_token_head"):
+        apply_unpadding(model)
+    assert not any(isinstance(module, packed_encoder.PackedAttention) for module in model.modules())
+
+
 def test_decoders_are_left_alone() -> None:
     model = transformers.BertLMHeadModel(transformers.BertConfig(**make().config.to_diff_dict() | {"is_decoder": True}))
     assert apply_unpadding(model) == 0

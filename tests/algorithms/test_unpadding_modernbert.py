@@ -12,7 +12,7 @@ import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from test_unpadding import batch, compare, make, visible
 
-from composer_speedups import Unpadding, apply_unpadding, packed_encoder, packed_modernbert
+from composer_speedups import Unpadding, apply_last_layer_subset, apply_unpadding, packed_encoder, packed_modernbert
 from composer_speedups.packing import Holed, count_on_host, count_tokens, hand_over
 
 CLASSIFIER = "ForSequenceClassification"
@@ -66,9 +66,10 @@ def test_a_mean_needs_no_first_token(kind: str) -> None:
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("kind", ["right", "left"])
 def test_multiple_choice(kind: str, pooling: str) -> None:
-    stock = make("ModernBert", "ForMultipleChoice", classifier_pooling=pooling)
+    """Its head looks for the first token that is real: the last layer must not be cut, and padding may be first."""
+    stock = make("ModernBert", "ForMultipleChoice", classifier_pooling=pooling, global_attn_every_n_layers=1)
     fast = copy.deepcopy(stock)
-    assert apply_unpadding(fast) == 2
+    assert apply_last_layer_subset(fast) == 0 and apply_unpadding(fast) == 2
     inputs = {name: x.unflatten(0, (-1, 2)) for name, x in batch("Model", kind=kind).items()}
     torch.testing.assert_close(fast(**inputs).logits, stock(**inputs).logits, rtol=1e-10, atol=1e-10)
 
@@ -86,6 +87,23 @@ def test_positions_of_ones_own() -> None:
     compare(stock, fast, CLASSIFIER, inputs)
     without = {name: x for name, x in inputs.items() if name != "position_ids"}
     assert not torch.allclose(fast(**without).logits, fast(**inputs).logits)
+
+
+def test_an_attention_from_another_module_and_masks_that_are_no_tensors(caplog) -> None:
+    """transformers 5 takes masks by kind of layer; and FSDP, for one, lays classes of its own over others."""
+    stock, inputs = make("ModernBert"), batch(CLASSIFIER)
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    for layer in fast.model.layers:
+        layer.attn.__class__ = type("Laid", (type(layer.attn),), {"__module__": "torch.distributed.fsdp"})
+    compare(stock, fast, CLASSIFIER, inputs)
+    if hasattr(transformers, "ModernBertForMultipleChoice"):
+        own = {"full_attention": None, "sliding_attention": None}
+        given = inputs | {"attention_mask": own}
+        packed_encoder.say_once.cache_clear()
+        with caplog.at_level(logging.WARNING, "composer_speedups"):
+            assert torch.equal(fast(**given).logits, stock(**given).logits)
+        assert "the attention mask is a dict" in caplog.text
 
 
 def test_its_modules_are_called_whoever_listens() -> None:
