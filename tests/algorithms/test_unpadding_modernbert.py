@@ -132,6 +132,25 @@ def test_is_left_alone_where_transformers_unpads_it(make_trainer) -> None:
         make_trainer([Unpadding()], model=HuggingFaceModel(model, use_logits=True))
 
 
+def test_compiled_layers_share_a_graph_with_those_of_their_kind() -> None:
+    """The first has no norm before its attention; of the others some see everything, and some a window."""
+    from torch._dynamo.utils import counters
+
+    stock = make("ModernBert", num_hidden_layers=7, global_attn_every_n_layers=3)
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast, multiple_of=1)
+    for layer in fast.model.layers:
+        layer.compile(backend="aot_eager", dynamic=True, fullgraph=True)
+    torch._dynamo.reset()
+    counters.clear()
+    compare(stock, fast, CLASSIFIER, batch(CLASSIFIER))
+    for rows in (6, 5, 3):
+        inputs = {name: x[-rows:] for name, x in batch(CLASSIFIER).items()}
+        torch.testing.assert_close(fast(**inputs).logits, stock(**inputs).logits, rtol=1e-10, atol=1e-10)
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
 def _no_window(attention: torch.nn.Module) -> int:
     return -1
 
