@@ -2,9 +2,10 @@
 
 **Why it is faster.** A padded batch of lengths between 10 and 256 is about half padding, and all of it goes through
 every matmul, GELU, norm and dropout. Here the ids of real tokens are packed into one row [total]; all layers work on
-those, attention is variable-length, with queries, keys and values from one matmul. Padding comes back where somebody
-looks: the pooler is given the first tokens only, hidden states and masked language model logits are padded with zeros
-(DistilBERT's and ModernBERT's heads compute logits from those, too: `MaskedTokenHead` spares them that).
+those, attention is variable-length (and skips what is outside of ModernBERT's windows, which padded attention hides by
+a mask), with queries, keys and values from one matmul. Padding comes back where somebody looks: the pooler is given the
+first tokens only, hidden states and masked language model logits are padded with zeros (DistilBERT's and ModernBERT's
+heads compute logits from those, too: `MaskedTokenHead` spares them that).
 Totals are filled up to a multiple of 64 with padding that nobody reads: oneDNN keeps kernels for every new one.
 
 **Numerics.** Attention over a sequence without its padding is the same sum in another order: outputs and all

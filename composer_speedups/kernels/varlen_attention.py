@@ -8,7 +8,8 @@ dropout) is one pass of C (`varlen_attention.c`); `_softmax` and `_softmax_backw
 operations, with the same dropout masks, and serve other dtypes and machines without a compiler. In float32 on x86
 CPUs with AVX2, and in bfloat16 on those that multiply it, all of it is C, with the same masks again:
 `fused_attention.py`. Elsewhere, and for float32 on CUDA, which has no flash kernel, sequences are padded for
-`scaled_dot_product_attention` and packed again.
+`scaled_dot_product_attention` and packed again. With a window, as of ModernBERT's local layers, flash attention and the
+C kernels skip keys that no query of a block sees; the other ways compute all scores and hide those.
 
 Numerics: that of attention over each sequence alone. On the CPU softmax and dropout are computed in float32 at
 least and rounded once to the tensors' dtype. Dropout drops with a multiple of 1/65536, as `fast_dropout` does.
