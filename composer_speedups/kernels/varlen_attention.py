@@ -11,6 +11,9 @@ CPUs with AVX2, and in bfloat16 on those that multiply it, all of it is C, with 
 `scaled_dot_product_attention` and packed again. With a window, as of ModernBERT's local layers, flash attention and the
 C kernels skip keys that no query of a block sees; the other ways compute all scores and hide those.
 
+For backward probabilities are kept on the CPU, which is quicker than to make them again, but for sequences of over 1024
+keys: their memory grows with the square.
+
 Numerics: that of attention over each sequence alone. On the CPU softmax and dropout are computed in float32 at
 least and rounded once to the tensors' dtype. Dropout drops with a multiple of 1/65536, as `fast_dropout` does.
 """
@@ -42,6 +45,7 @@ Keys = tuple[int, int]
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _STRIDE = 0x9E3779B9  # by which the first key of a mask moves on from word to word
 _WORTHWHILE = 1 << 18  # scores below which one thread is as fast as several
+_LONG = 1024  # keys of a sequence from which on probabilities, their number squared, are made again and not kept
 _P, _N, _W, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_int
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -203,8 +207,12 @@ class _PerSequence(torch.autograd.Function):
         differentiable: bool,
     ):
         ctx.arguments = (queries, keys, dropout_p, scale)
-        ctx.window = window
+        ctx.window, ctx.seeds = window, seeds
+        ctx.again = max(keys, default=0) > _LONG
         ctx.whole = fused.serves(q, k, v)
+        if ctx.again:
+            ctx.save_for_backward(q, k, v)
+            return _output(q, k, v, queries, keys, seeds, dropout_p, scale, window)
         if ctx.whole:
             out, saved = fused.forward(q, k, v, queries, keys, seeds, dropout_p, scale, differentiable, window=window)
         else:
@@ -216,7 +224,10 @@ class _PerSequence(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
-        if ctx.whole:
+        if ctx.again:
+            queries, keys, dropout_p, scale = ctx.arguments
+            gradients = _again(gradient, *ctx.saved_tensors, queries, keys, ctx.seeds, dropout_p, scale, ctx.window)
+        elif ctx.whole:
             gradients = fused.backward(gradient, ctx.saved_tensors, *ctx.arguments, ctx.window)
         else:
             saved = iter(ctx.saved_tensors)
@@ -225,15 +236,55 @@ class _PerSequence(torch.autograd.Function):
         return (*gradients, *[None] * 7)
 
 
+def _output(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float, window: int):
+    """The output alone, with nothing kept for a backward pass."""
+    if fused.serves(q, k, v):
+        return fused.forward(q, k, v, queries, keys, seeds, dropout_p, scale, differentiable=False, window=window)[0]
+    return _forward(q, k, v, queries, keys, seeds, dropout_p, scale, window, keep=False)[0]
+
+
+def _again(
+    gradient, q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float, window: int
+):
+    """The gradients of q, k and v from what they are: one sequence after the other, so that one is in memory."""
+    whole = fused.serves(q, k, v)
+    found = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for span in _spans(queries, keys, q.shape[1]):
+        own = (seeds[0] + span.word * _STRIDE) % (1 << 32), seeds[1]
+        places = (span.q, span.k, span.k)
+        parts = [x[at] for x, at in zip((q, k, v), places, strict=True)]
+        lengths = [len(parts[0])], [len(parts[1])]
+        if whole:
+            saved = fused.forward(*parts, *lengths, own, dropout_p, scale, output=False, window=window)[1]
+            gradients = fused.backward(gradient[span.q], saved, *lengths, dropout_p, scale, window)
+        else:
+            blocks = _forward(*parts, *lengths, own, dropout_p, scale, window)[1]
+            gradients = _backward(gradient[span.q], blocks, *lengths, dropout_p, scale)
+        for x, at, some in zip(found, places, gradients, strict=True):
+            x[at] = some
+    return found
+
+
 Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float, window: int):
-    """The output, and for each sequence its q, k, v [heads, length, width] and probabilities, signed."""
+def _forward(
+    q,
+    k,
+    v,
+    queries: list[int],
+    keys: list[int],
+    seeds: Keys,
+    dropout_p: float,
+    scale: float,
+    window: int,
+    keep: bool = True,
+):
+    """The output, and for each sequence, if to `keep`, its q, k, v [heads, length, width] and probabilities, signed."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     spans = _spans(queries, keys, q.shape[1])
     if shape_only(q):
-        return out, [_shapes(q, spans)]
+        return out, [_shapes(q, spans)] if keep else []
     blocks: list[Block] = [()] * len(spans)
 
     def work(i: int, span: _Span, buffer: _Buffer) -> None:
@@ -245,7 +296,8 @@ def _forward(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_
         own = ((seeds[0] + span.word * _STRIDE) % (1 << 32), seeds[1])
         probabilities = _softmax(scores, kept, own, dropout_p, scale)
         out[span.q] = torch.bmm(kept, vi).transpose(0, 1)
-        blocks[i] = (qi, ki, vi, probabilities)
+        if keep:
+            blocks[i] = (qi, ki, vi, probabilities)
 
     _share(work, spans, q)
     return out, blocks
@@ -427,10 +479,7 @@ def _opaque(
     scale: float,
     window: int,
 ) -> torch.Tensor:
-    arguments = (queries.tolist(), keys.tolist(), tuple(seeds.tolist()), dropout_p, scale)
-    if fused.serves(q, k, v):
-        return fused.forward(q, k, v, *arguments, differentiable=False, window=window)[0]
-    return _forward(q, k, v, *arguments, window)[0]
+    return _output(q, k, v, queries.tolist(), keys.tolist(), tuple(seeds.tolist()), dropout_p, scale, window)
 
 
 @_opaque.register_fake
@@ -453,6 +502,8 @@ def _opaque_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lengths = (queries.tolist(), keys.tolist())
     arguments = (*lengths, tuple(seeds.tolist()), dropout_p, scale)
+    if max(lengths[1], default=0) > _LONG:
+        return _again(gradient, q, k, v, *arguments, window)
     if fused.serves(q, k, v):
         _, saved = fused.forward(q, k, v, *arguments, output=False, window=window)
         return fused.backward(gradient, saved, *lengths, dropout_p, scale, window)

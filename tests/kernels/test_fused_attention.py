@@ -209,6 +209,17 @@ def test_compiled_code_gives_the_same_bits(dtype: torch.dtype, window: int) -> N
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("window", [-1, 20])
+def test_what_is_made_again_has_the_same_bits(dtype: torch.dtype, window: int, monkeypatch) -> None:
+    leaves = [x.requires_grad_() for x in inputs(SAME, 32, dtype)[:3]]
+    lengths, found = list(map(Lengths.of, SAME)), []
+    for long in (1024, 40):
+        monkeypatch.setattr(public, "_LONG", long)
+        out = varlen_attention(*leaves, *lengths, P, window=window)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    assert all(map(torch.equal, *found))
+
+
 def test_shapes_without_numbers(dtype: torch.dtype) -> None:
     q, k, v, gradient = inputs(SAME, 32, dtype)
     out, saved = module.forward(q, k, v, *SAME, SEEDS, P, SCALE)

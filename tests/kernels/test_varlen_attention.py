@@ -109,6 +109,45 @@ def test_windows(dtype: torch.dtype, window: int, passes: str) -> None:
     check(dtype, p=0.0, scale=-0.3, window=window)
 
 
+@pytest.mark.parametrize("window", [-1, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_probabilities_of_long_sequences_are_made_again(
+    dtype: torch.dtype, window: int, passes: str, monkeypatch
+) -> None:
+    """With the masks that they had, and by as much memory less."""
+
+    def run() -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(3)
+        q, k, v, gradient = inputs(dtype)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            out = varlen_attention(q, k, v, lengths, lengths, P, window=window)
+        return [out, *torch.autograd.grad(out, (q, k, v), gradient)], sum(kept)
+
+    lengths = Lengths.of(LENGTHS)
+    expected, before = run()
+    monkeypatch.setattr(module, "_LONG", 32)
+    check(dtype, window=window)
+    found, after = run()
+    assert all(map(torch.equal, found, expected))
+    assert before - after >= HEADS * sum(n * n for n in LENGTHS) and after == 3 * expected[0].numel()
+
+
+@pytest.mark.parametrize("fault", ["seeds", "queries"])
+def test_a_planted_fault_in_making_them_again_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONG", 32)
+    check(torch.float64)
+    right = module._again
+
+    def wrong(gradient, q, k, v, queries, keys, seeds, *rest):
+        return right(gradient, q.flip(0) if fault == "queries" else q, k, v, queries, keys,
+                     seeds if fault == "queries" else (1, 2), *rest)  # fmt: skip
+
+    monkeypatch.setattr(module, "_again", wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        check(torch.float64)
+
+
 def test_a_window_needs_as_many_queries_as_keys() -> None:
     x = torch.randn(6, 1, 8)
     with pytest.raises(ValueError, match="as many queries as keys, got up to 1 and 4"):
@@ -230,7 +269,9 @@ def test_choosing_the_kernel_breaks_no_graph(capability, kernel: str, monkeypatc
 
 
 @pytest.mark.parametrize("window", [-1, 5])
-def test_compiled_code_calls_one_opaque_operation(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("long", [1024, 20])
+def test_compiled_code_calls_one_opaque_operation(window: int, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONG", long)
     q, k, v, gradient = inputs(torch.float64)
     seeds, host = torch.tensor(SEEDS), torch.tensor(LENGTHS, dtype=torch.int32)
     arguments = (host, host, seeds, P, 0.3, window)
