@@ -12,8 +12,8 @@ from composer import Trainer
 from small import BatchDataset, bert_config
 from torch import nn
 
-from composer_speedups.kernels import fast_dropout, fused_attention, varlen_attention
-from composer_speedups.kernels.varlen_attention import Lengths
+from composer_speedups.kernels import fast_dropout, fused_attention, per_sequence
+from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 from composer_speedups.profiling import KINDS, StepProfiler, classify, profiled
 
 CPU = torch.device("cpu")
@@ -178,14 +178,14 @@ def test_own_kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, **kwargs: time.sleep(SLOW) or kernel(*args, **kwargs))
 
-    for module, names in ((varlen_attention, ("_forward", "_backward")), (fused_attention, ("forward", "backward"))):
+    for module, names in ((per_sequence, ("_forward", "_backward")), (fused_attention, ("forward", "backward"))):
         for name in names:
             slowly(module, name)
     for width in (24, 32):  # by separate passes, and, where this CPU has it, by the kernel for multiples of 16
         x, lengths = torch.randn(60, 4, width, requires_grad=True), Lengths.of([20, 40])
         fused_attention.native(torch.float32)  # its own trial is no part of the step
         with profiled(CPU) as found:
-            varlen_attention.varlen_attention(x, x, x, lengths, lengths, 0.1).sum().backward()
+            varlen_attention(x, x, x, lengths, lengths, 0.1).sum().backward()
         assert found.profile.seconds["attention"] >= 2 * SLOW
     slowly(fast_dropout, "_native" if fast_dropout.native() else "_by_torch")
     y = torch.randn(1000, requires_grad=True)

@@ -1,6 +1,6 @@
 """Attention over packed sequences on CPUs, whole: one pass of C each way, in bfloat16 and in float32.
 
-`varlen_attention.py` says what is computed and what serves elsewhere. Here scores never leave float32 nor the cache,
+`per_sequence.py` says what is computed and what serves elsewhere. Here scores never leave float32 nor the cache,
 as in flash attention: products, softmax, dropout and their gradients follow each other over blocks of query rows, and
 heads of sequences are shared among threads with no Python between them. Results do not depend on the number of threads.
 As after all of PyTorch's own parallel operations, a process forked off later must not call it.

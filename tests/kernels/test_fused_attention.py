@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from composer_speedups.kernels import fast_dropout
 from composer_speedups.kernels import fused_attention as module
 from composer_speedups.kernels import native as building
-from composer_speedups.kernels import varlen_attention as public
+from composer_speedups.kernels import per_sequence as public
 from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 
 KERNELS = {
@@ -281,7 +281,7 @@ def test_a_default_device_of_the_user_changes_nothing(dtype: torch.dtype, monkey
         assert module.agrees(library, dtype)
         assert torch.equal(varlen_attention(q, k, v, *lengths, P), expected)
         assert torch.equal(varlen_attention(q, k, v, *map(Lengths.of, SAME), P), expected)
-        assert (public.native() is None) == (building.load("varlen_attention") is None)
+        assert (public.native() is None) == (building.load("per_sequence") is None)
         assert fast_dropout.draw_keys() and (fast_dropout.native() is None) == (building.load("fast_dropout") is None)
 
 

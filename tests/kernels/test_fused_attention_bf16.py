@@ -22,7 +22,7 @@ from fused_attention_check import (
 )
 
 from composer_speedups.kernels import fused_attention as module
-from composer_speedups.kernels import varlen_attention as public
+from composer_speedups.kernels import per_sequence as public
 from composer_speedups.kernels.fast_dropout import realised
 from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 

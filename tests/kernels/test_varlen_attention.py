@@ -8,6 +8,7 @@ import pytest
 import torch
 from fused_attention_check import seen
 
+from composer_speedups.kernels import per_sequence as on_cpu
 from composer_speedups.kernels import varlen_attention as module
 from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
 from composer_speedups.kernels.native import load
@@ -71,15 +72,15 @@ def check(
 
 @pytest.fixture(autouse=True)
 def _fixed_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "draw_keys", lambda: SEEDS)
+    monkeypatch.setattr(on_cpu, "draw_keys", lambda: SEEDS)
 
 
 @pytest.fixture(params=["C", "PyTorch"])
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The pass between the products by either implementation."""
     if request.param == "PyTorch":
-        monkeypatch.setattr(module, "native", lambda: None)
-    elif load("varlen_attention") is None:
+        monkeypatch.setattr(on_cpu, "native", lambda: None)
+    elif load("per_sequence") is None:
         pytest.skip("no C compiler on this machine")
     return request.param
 
@@ -88,7 +89,7 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize("p", [0.0, P])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_matches_float64(dtype: torch.dtype, p: float, threads: int, passes: str, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_WORTHWHILE", 0)  # several threads however small the work
+    monkeypatch.setattr(on_cpu, "_WORTHWHILE", 0)  # several threads however small the work
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -126,7 +127,7 @@ def test_probabilities_of_long_sequences_are_made_again(
 
     lengths = Lengths.of(LENGTHS)
     expected, before = run()
-    monkeypatch.setattr(module, "_LONG", 32)
+    monkeypatch.setattr(on_cpu, "_LONG", 32)
     check(dtype, window=window)
     found, after = run()
     assert all(map(torch.equal, found, expected))
@@ -135,15 +136,15 @@ def test_probabilities_of_long_sequences_are_made_again(
 
 @pytest.mark.parametrize("fault", ["seeds", "queries"])
 def test_a_planted_fault_in_making_them_again_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LONG", 32)
+    monkeypatch.setattr(on_cpu, "_LONG", 32)
     check(torch.float64)
-    right = module._again
+    right = on_cpu._again
 
     def wrong(gradient, q, k, v, queries, keys, seeds, *rest):
         return right(gradient, q.flip(0) if fault == "queries" else q, k, v, queries, keys,
                      seeds if fault == "queries" else (1, 2), *rest)  # fmt: skip
 
-    monkeypatch.setattr(module, "_again", wrong)
+    monkeypatch.setattr(on_cpu, "_again", wrong)
     with pytest.raises(AssertionError, match="not close"):
         check(torch.float64)
 
@@ -155,7 +156,7 @@ def test_a_window_needs_as_many_queries_as_keys() -> None:
 
 
 def test_what_was_built_is_used() -> None:
-    assert (load("varlen_attention") is None) == (module.native() is None), "C and PyTorch passes do not agree"
+    assert (load("per_sequence") is None) == (on_cpu.native() is None), "C and PyTorch passes do not agree"
 
 
 def test_scores_of_any_size(passes: str) -> None:
@@ -271,15 +272,15 @@ def test_choosing_the_kernel_breaks_no_graph(capability, kernel: str, monkeypatc
 @pytest.mark.parametrize("window", [-1, 5])
 @pytest.mark.parametrize("long", [1024, 20])
 def test_compiled_code_calls_one_opaque_operation(window: int, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LONG", long)
+    monkeypatch.setattr(on_cpu, "_LONG", long)
     q, k, v, gradient = inputs(torch.float64)
     seeds, host = torch.tensor(SEEDS), torch.tensor(LENGTHS, dtype=torch.int32)
     arguments = (host, host, seeds, P, 0.3, window)
-    torch.library.opcheck(module._opaque, (q, k, v, *arguments))
+    torch.library.opcheck(on_cpu._opaque, (q, k, v, *arguments))
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(q, k, v):
-        return module._opaque(q, k, v, *arguments)
+        return on_cpu._opaque(q, k, v, *arguments)
 
     out, expected = compiled(q, k, v), reference(q, k, v, LENGTHS, LENGTHS, True, 0.3, window)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -289,26 +290,26 @@ def test_compiled_code_calls_one_opaque_operation(window: int, long: int, monkey
 
 
 def _leaks(queries, keys, heads):  # all sequences in one
-    return [module._Span(slice(0, sum(queries)), slice(0, sum(keys)), 0, heads * sum(queries) * sum(keys))]
+    return [on_cpu._Span(slice(0, sum(queries)), slice(0, sum(keys)), 0, heads * sum(queries) * sum(keys))]
 
 
-def _other_mask_in_backward(gradient, p, kept, dropout, scale, right=module._softmax_backward):
+def _other_mask_in_backward(gradient, p, kept, dropout, scale, right=on_cpu._softmax_backward):
     return right(gradient, p.roll(1, -1).abs().copysign(p), kept, dropout, scale)
 
 
-def _no_scale_in_backward(gradient, p, kept, dropout, scale, right=module._softmax_backward):
+def _no_scale_in_backward(gradient, p, kept, dropout, scale, right=on_cpu._softmax_backward):
     return right(gradient, p, kept, dropout, 1.0)
 
 
-def _mask_forgotten_in_backward(gradient, p, kept, dropout, scale, right=module._softmax_backward):
+def _mask_forgotten_in_backward(gradient, p, kept, dropout, scale, right=on_cpu._softmax_backward):
     return right(gradient, p.abs(), kept, dropout, scale)
 
 
-def _wrong_scale(scores, kept, seeds, dropout, scale, right=module._softmax):
+def _wrong_scale(scores, kept, seeds, dropout, scale, right=on_cpu._softmax):
     return right(scores, kept, seeds, dropout, scale * 1.1)
 
 
-def _same_mask_for_all(scores, kept, seeds, dropout, scale, right=module._softmax):
+def _same_mask_for_all(scores, kept, seeds, dropout, scale, right=on_cpu._softmax):
     return right(scores, kept, SEEDS, dropout, scale)
 
 
@@ -326,7 +327,7 @@ def _same_mask_for_all(scores, kept, seeds, dropout, scale, right=module._softma
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_planted_fault_is_found(dtype: torch.dtype, name: str, mutant, monkeypatch) -> None:
     check(dtype)
-    monkeypatch.setattr(module, name, mutant)
+    monkeypatch.setattr(on_cpu, name, mutant)
     with pytest.raises(AssertionError, match="not close"):
         check(dtype)
 

@@ -2,7 +2,7 @@
 
    Scores are rows x n, of one sequence with all its heads; what is not to be seen is minus infinity. The dropout mask is
    that of fast_dropout.c: element i takes one half of a hash of i / 2 and two keys. A dropped probability is stored with
-   its sign bit set, so that backward needs no mask. varlen_attention.py has the same in PyTorch operations. */
+   its sign bit set, so that backward needs no mask. per_sequence.py has the same in PyTorch operations. */
 #include <stdlib.h>
 
 #include "native.h"
