@@ -105,9 +105,8 @@ def reads_first(owner: torch.nn.Module | None) -> bool:
     True
     """
     config = getattr(owner, "config", None)
-    # ModernBERT's multiple choice reads the first token that is real.
-    heads = READ_FIRST[:1] if getattr(config, "model_type", None) in MODERNBERT else READ_FIRST
-    if not has_head(owner, heads):
-        return False
+    modern = getattr(config, "model_type", None) in MODERNBERT
+    if not has_head(owner, READ_FIRST) or (modern and has_head(owner, ("ForMultipleChoice",))):
+        return False  # that one reads the first token that is real
     # ELECTRA's multiple choice may take a mean, and so may ModernBERT's classifiers.
     return getattr(config, "summary_type", "first") == "first" and getattr(config, "classifier_pooling", "cls") == "cls"

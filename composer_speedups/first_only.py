@@ -67,10 +67,7 @@ class _FirstOfBert(FirstOnly):
     ) -> torch.Tensor:
         attention = self.attention.self
         keys_and_values = joint_linear((attention.key, attention.value), hidden_states)
-        heads = (
-            x.unflatten(-1, (-1, attention.attention_head_size)) for x in (attention.query(first), *keys_and_values)
-        )
-        context = _attend(*heads, mask, attention.dropout.p if attention.training else 0.0)
+        context = _context(attention, attention.query(first), keys_and_values, mask)
         attended = self.attention.output(context, first)
         return self.output(self.intermediate(attended), attended)
 
@@ -86,10 +83,7 @@ class _FirstOfDistilBert(FirstOnly):
     ) -> torch.Tensor:
         attention = self.attention
         keys_and_values = joint_linear((attention.k_lin, attention.v_lin), hidden_states)
-        heads = (
-            x.unflatten(-1, (-1, attention.attention_head_size)) for x in (attention.q_lin(first), *keys_and_values)
-        )
-        context = _attend(*heads, mask, attention.dropout.p if attention.training else 0.0)
+        context = _context(attention, attention.q_lin(first), keys_and_values, mask)
         attended = self.sa_layer_norm(attention.out_lin(context) + first)
         return self.output_layer_norm(self.ffn(attended) + attended)
 
@@ -119,6 +113,14 @@ class _FirstOfModernBert(FirstOnly):
         context = _attend(q, k, v, mask, attention.attention_dropout if attention.training else 0.0)
         attended = first + attention.out_drop(attention.Wo(context))
         return attended + self.mlp(self.mlp_norm(attended))
+
+
+def _context(
+    attention: torch.nn.Module, query: torch.Tensor, keys_and_values: tuple[torch.Tensor, ...], mask: Any
+) -> torch.Tensor:
+    """What attention as BERT has it, with nothing between its projections and the scores, makes of them."""
+    q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in (query, *keys_and_values))
+    return _attend(q, k, v, mask, attention.dropout.p if attention.training else 0.0)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float) -> torch.Tensor:

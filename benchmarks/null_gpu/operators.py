@@ -172,7 +172,7 @@ def _probabilities(q, k, bias, p: float, scale: float, seed: int):
     factor = torch.ones(())
     if p:
         factor = (torch.rand(scores.shape, generator=torch.Generator(CPU).manual_seed(seed), device=CPU) >= p) / (1 - p)
-    nothing = scores.isneginf().all(-1, keepdim=True)  # a query that sees no key gets zeros on CUDA, and no NaN
+    nothing = scores.isneginf().all(-1, keepdim=True)  # since PyTorch 2.5 it gets zeros, and no NaN
     return scores.softmax(-1).masked_fill(nothing, 0), factor, scores.logsumexp(-1).float()
 
 

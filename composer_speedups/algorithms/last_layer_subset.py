@@ -97,11 +97,12 @@ def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
         or getattr(config, "is_decoder", False)
         or positions(config) != "absolute"
         or encoder is None
-        or not all(map(stock_forward, (encoder, layers_of(encoder)[-1], attention_of(layers_of(encoder)[-1]))))
-        or (config.model_type in MODERNBERT and window_of(layers_of(encoder)[-1].attn) >= 0)
     ):
         return None
-    return encoder
+    last = layers_of(encoder)[-1]
+    if not all(map(stock_forward, (encoder, last, attention_of(last)))):
+        return None
+    return None if config.model_type in MODERNBERT and window_of(last.attn) >= 0 else encoder
 
 
 _IDS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # a classifier's first arguments

@@ -35,7 +35,7 @@ Keys = tuple[int, int]
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _STRIDE = 0x9E3779B9  # by which the first key of a mask moves on from word to word
 _WORTHWHILE = 1 << 18  # scores below which one thread is as fast as several
-_LONG = 1024  # keys of a sequence from which on probabilities, their number squared, are made again and not kept
+_LONG = 1024  # keys of a sequence above which probabilities, their number squared, are made again and not kept
 _P, _N, _W, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_int
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -88,7 +88,7 @@ class _PerSequence(torch.autograd.Function):
     ):
         ctx.arguments = (queries, keys, dropout_p, scale)
         ctx.window, ctx.seeds = window, seeds
-        ctx.again = max(keys, default=0) > _LONG
+        ctx.again = _long(keys)
         ctx.whole = fused.serves(q, k, v)
         if ctx.again:
             ctx.save_for_backward(q, k, v)
@@ -126,23 +126,29 @@ def _output(q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p
 def _again(
     gradient, q, k, v, queries: list[int], keys: list[int], seeds: Keys, dropout_p: float, scale: float, window: int
 ):
-    """The gradients of q, k and v from what they are: one sequence after the other, so that one is in memory."""
-    whole = fused.serves(q, k, v)
-    found = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for span in _spans(queries, keys, q.shape[1]):
-        own = (seeds[0] + span.word * _STRIDE) % (1 << 32), seeds[1]
-        places = (span.q, span.k, span.k)
-        parts = [x[at] for x, at in zip((q, k, v), places, strict=True)]
-        lengths = [len(parts[0])], [len(parts[1])]
-        if whole:
-            saved = fused.forward(*parts, *lengths, own, dropout_p, scale, output=False, window=window)[1]
-            gradients = fused.backward(gradient[span.q], saved, *lengths, dropout_p, scale, window)
-        else:
-            blocks = _forward(*parts, *lengths, own, dropout_p, scale, window)[1]
-            gradients = _backward(gradient[span.q], blocks, *lengths, dropout_p, scale)
-        for x, at, some in zip(found, places, gradients, strict=True):
-            x[at] = some
-    return found
+    """The gradients of q, k and v from what they are. Long sequences come one after the other: one is in memory."""
+    if len(keys) > 1 and _long(keys):
+        found = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for span in _spans(queries, keys, q.shape[1]):
+            places = (span.q, span.k, span.k)
+            parts = [x[at] for x, at in zip((q, k, v), places, strict=True)]
+            lengths = [len(parts[0])], [len(parts[1])]
+            own = _own(seeds, span)
+            gradients = _again(gradient[span.q], *parts, *lengths, own, dropout_p, scale, window)
+            for x, at, some in zip(found, places, gradients, strict=True):
+                x[at] = some
+        return found
+    arguments = (queries, keys, seeds, dropout_p, scale)
+    if fused.serves(q, k, v):
+        saved = fused.forward(q, k, v, *arguments, output=False, window=window)[1]
+        return fused.backward(gradient, saved, queries, keys, dropout_p, scale, window)
+    blocks = _forward(q, k, v, *arguments, window)[1]
+    return _backward(gradient, blocks, queries, keys, dropout_p, scale)
+
+
+def _long(keys: list[int]) -> bool:
+    """Whether probabilities would take too much memory to be kept."""
+    return max(keys, default=0) > _LONG
 
 
 Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -173,8 +179,7 @@ def _forward(
         if window >= 0:
             scores.masked_fill_(~fused.band(scores.shape[-1], window), -torch.inf if scale > 0 else torch.inf)
         kept = buffer.like(scores)
-        own = ((seeds[0] + span.word * _STRIDE) % (1 << 32), seeds[1])
-        probabilities = _softmax(scores, kept, own, dropout_p, scale)
+        probabilities = _softmax(scores, kept, _own(seeds, span), dropout_p, scale)
         out[span.q] = torch.bmm(kept, vi).transpose(0, 1)
         if keep:
             blocks[i] = (qi, ki, vi, probabilities)
@@ -233,6 +238,11 @@ def _spans(queries: list[int], keys: list[int], heads: int) -> list[_Span]:
             spans.append(_Span(slice(a, b), slice(c, d), word, scores))
             word += (scores + 1) // 2
     return spans
+
+
+def _own(seeds: Keys, span: _Span) -> Keys:
+    """With which the sequence's dropout mask begins."""
+    return (seeds[0] + span.word * _STRIDE) % (1 << 32), seeds[1]
 
 
 class _Buffer:
@@ -381,14 +391,7 @@ def _opaque_backward(
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lengths = (queries.tolist(), keys.tolist())
-    arguments = (*lengths, tuple(seeds.tolist()), dropout_p, scale)
-    if max(lengths[1], default=0) > _LONG:
-        return _again(gradient, q, k, v, *arguments, window)
-    if fused.serves(q, k, v):
-        _, saved = fused.forward(q, k, v, *arguments, output=False, window=window)
-        return fused.backward(gradient, saved, *lengths, dropout_p, scale, window)
-    _, blocks = _forward(q, k, v, *arguments, window)
-    return _backward(gradient, blocks, *lengths, dropout_p, scale)
+    return _again(gradient, q, k, v, *lengths, tuple(seeds.tolist()), dropout_p, scale, window)
 
 
 @_opaque_backward.register_fake

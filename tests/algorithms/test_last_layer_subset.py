@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
-from small import config_of
+from small import Doubled, config_of
 
 from composer_speedups import LastLayerSubset, Unpadding, apply_last_layer_subset, apply_unpadding
 from composer_speedups import first_only as module
@@ -257,12 +257,6 @@ def test_what_the_head_reads_may_be_changed_later() -> None:
     compare(stock, fast, inputs)
 
 
-class _Doubled:
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
-
-
 @EACH_KIND
 @pytest.mark.parametrize("place", ["stack", "layer", "attention"])
 def test_a_layer_of_ones_own_is_left_alone(place: str, family: str) -> None:
@@ -270,7 +264,7 @@ def test_a_layer_of_ones_own_is_left_alone(place: str, family: str) -> None:
     stack = stack_of(model.base_model)
     layer = layers_of(stack)[-1]
     module = {"stack": stack, "layer": layer, "attention": attention_of(layer)}[place]
-    module.__class__ = type(type(module).__name__, (_Doubled, type(module)), {})
+    module.__class__ = type(type(module).__name__, (Doubled, type(module)), {})
     assert apply_last_layer_subset(model) == 0
 
 

@@ -11,7 +11,7 @@ import transformers
 from composer.algorithms import SeqLengthWarmup
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
-from small import config_of
+from small import Doubled, config_of
 
 from composer_speedups import (
     SDPAttention,
@@ -367,12 +367,6 @@ def test_more_tokens_than_positions_is_an_error_on_the_host(family: str) -> None
         assert not isinstance(found.value, IndexError)
 
 
-class _Doubled:
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else type(out)(last_hidden_state=out[0] * 2)
-
-
 @pytest.mark.parametrize("part", ["encoder", "attention"])
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
 def test_a_forward_of_ones_own_is_left_alone(family: str, part: str) -> None:
@@ -381,7 +375,7 @@ def test_a_forward_of_ones_own_is_left_alone(family: str, part: str) -> None:
     module = stock.base_model
     if part == "attention":
         module = module.get_submodule(attention.get(family, "layers.1.attn"))
-    module.__class__ = type(type(module).__name__, (_Doubled, type(module)), {})
+    module.__class__ = type(type(module).__name__, (Doubled, type(module)), {})
     fast = copy.deepcopy(stock)
     assert apply_unpadding(fast) == 0
     compare(stock, fast, head, batch(head))
