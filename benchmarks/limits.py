@@ -263,6 +263,8 @@ def _activations(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
     import torch
     import torch.nn.functional as F
 
+    from composer_speedups.kernels.bias_gelu import bias_gelu
+
     x, gradient = (torch.randn(tokens, 4 * width, device=device).bfloat16() for _ in "xg")
     x.requires_grad_()
     bias = torch.zeros(4 * width, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -274,11 +276,14 @@ def _activations(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
 
     stock = both_ways(lambda: F.gelu(x + bias))
     yield Kernel("bias + GELU", "bias + GELU: PyTorch", stock, bytes=moved)
-    if device.type == "cuda":
-        from composer_speedups.kernels.bias_gelu import bias_gelu
 
-        ours = both_ways(lambda: bias_gelu(x, bias))
-        yield Kernel("bias + GELU", "bias + GELU: FusedBiasGELU", ours, bytes=moved)
+    def given_the_sum() -> None:  # as a linear layer hands it over, whose bias costs little or nothing in forward
+        (dx,) = torch.autograd.grad(F.gelu(x), x, gradient)
+        dx.sum(0)
+
+    yield Kernel("bias + GELU", "bias + GELU: PyTorch, the bias added before", given_the_sum, bytes=moved)
+    ours = both_ways(lambda: bias_gelu(x, bias))
+    yield Kernel("bias + GELU", "bias + GELU: FusedBiasGELU", ours, bytes=moved)
 
 
 def _projections(device: Any, tokens: int, width: int) -> Iterator[Kernel]:

@@ -134,11 +134,11 @@ def test_beside_everything_that_pays_it_trains_alike_wherever_it_is_listed(key: 
     assert torch.equal(*weights) and not torch.equal(weights[0], start)
 
 
-def lora(head: str) -> torch.nn.Module:
-    """A BERT with adapters by PEFT on all its linear layers, which are no zeros as they are at first."""
+def lora(head: str, adapters: tuple[str, ...]) -> torch.nn.Module:
+    """A BERT with adapters by PEFT on its linear layers of these names, which are no zeros as they are at first."""
     peft = pytest.importorskip("peft", reason="PEFT is not on every machine that is lent")
     kind = "SEQ_CLS" if head == "classification" else None
-    wanted = peft.LoraConfig(task_type=kind, r=4, lora_dropout=0.0, target_modules=["query", "key", "value", "dense"])
+    wanted = peft.LoraConfig(task_type=kind, r=4, lora_dropout=0.0, target_modules=list(adapters))
     model = peft.get_peft_model(bert(head), wanted)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -150,7 +150,7 @@ def lora(head: str) -> torch.nn.Module:
 @pytest.mark.parametrize("key", [key for key in USABLE if key not in DATA_KEYS])
 def test_adapters_train_as_in_float64_and_nothing_else_does(key: str) -> None:
     head, dtype = case(key).head, case(key).dtype
-    model = lora(head)
+    model = lora(head, case(key).adapters)
     names = list(model.state_dict())
     reference = copy.deepcopy(model).double()
     algorithm = make(key)

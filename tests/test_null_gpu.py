@@ -82,7 +82,7 @@ def test_a_planted_fault_on_cuda_is_found(tmp_path: Path) -> None:
 
 
 @needs_cuda_13
-def test_inductor_launches_dropout_add_norm_itself(tmp_path: Path) -> None:
+def test_inductor_launches_our_kernels_itself(tmp_path: Path) -> None:
     """One graph for all numbers of rows, no operator called by way of Python, no copy, and nothing in float64."""
     code = """
 import torch
@@ -90,20 +90,25 @@ from torch._dynamo.utils import counters
 from torch._inductor import async_compile
 from torch._inductor.utils import run_fw_bw_and_get_code
 from composer_speedups.compilation import prepare_inductor
+from composer_speedups.kernels.bias_gelu import bias_gelu
 from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
 
 prepare_inductor()
 print(len(async_compile._pool_set), "pool of workers")
-run = torch.compile(dropout_add_norm, fullgraph=True, dynamic=True)
+norm, gelu = (torch.compile(kernel, fullgraph=True, dynamic=True) for kernel in (dropout_add_norm, bias_gelu))
 
-def step(rows, p):
-    shapes = ((rows, 96), (rows, 96), 96, 96)
-    return run(*(torch.ones(shape, device="cuda", requires_grad=True) for shape in shapes), p, 1e-12)
+def ones(*shape):
+    return torch.ones(shape, device="cuda", requires_grad=True)
 
-for p in (0.1, 0.0):
-    _, codes = run_fw_bw_and_get_code(lambda: step(1000, p))
+calls = (
+    lambda rows: norm(ones(rows, 96), ones(rows, 96), ones(96), ones(96), 0.1, 1e-12, ones(96)),
+    lambda rows: norm(ones(rows, 96), ones(rows, 96), ones(96), ones(96), 0.0, 1e-12),
+    lambda rows: gelu(ones(rows, 640), ones(640)),
+)
+for call in calls:
+    _, codes = run_fw_bw_and_get_code(lambda: call(1000))
     for rows in (7, 20_000):
-        step(rows, p).sum().backward()
+        call(rows).sum().backward()
     for direction, code in zip(("forward", "backward"), codes, strict=True):
         assert f"{direction}_kernel_0.run(" in code, code
         assert not any(word in code for word in ("torch.ops.composer_speedups", "clone_default", "fp64")), code
@@ -111,7 +116,7 @@ print(counters["stats"]["unique_graphs"])
 """
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
     done = on_null_gpu("-c", code, TORCH_WARM_POOL="0", **folders)  # as the command line sets it
-    assert (done.returncode, done.stdout) == (0, "1 pool of workers\n2\n"), done.stdout[-3000:] + done.stderr[-3000:]
+    assert (done.returncode, done.stdout) == (0, "1 pool of workers\n3\n"), done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @needs_cuda_13

@@ -1,4 +1,4 @@
-"""FusedBiasGELU: the intermediate layer's bias and its GELU in one kernel, on CUDA.
+"""FusedBiasGELU: the intermediate layer's bias and its GELU in one kernel.
 
 **Why it is faster.** GELU stands on the widest activations of a BERT block, four times its width. PyTorch's backward
 pass goes over them twice: once for GELU's gradient, which it writes, and once more to read that and sum it up for the
@@ -6,22 +6,26 @@ bias. Here one kernel does both, and adds the bias in forward as well, in float3
 autocast dtype. What is kept for backward is one tensor, the matrix product before its bias: as much as PyTorch keeps.
 
 **Numerics.** Exact GELU, with the error function, not its approximation by tanh. Bias and activation are computed in
-float32 and rounded once to the product's dtype; PyTorch rounds the bias to the autocast dtype first. Phi is off by at
-most 7.5e-8. The bias's gradient is the sum of unrounded terms in a fixed order: a run repeats bit for bit.
+float32 and rounded once to the product's dtype; PyTorch rounds the bias to the autocast dtype first, and the sum before
+GELU. Phi is off by at most 7.5e-8 and what float32 rounds. The bias's gradient is the sum of unrounded terms in a fixed
+order: a run repeats bit for bit.
 
-**When it pays.** On CUDA in eager mode by arithmetic: 5 passes over the widest activations instead of 6; not measured
-yet. Under `TorchCompile` the compiler fuses the same, and little is left. There is none for CPUs: PyTorch's GELU is
-vectorised there, its linear layer adds the bias for nothing, and the error function costs more than the traffic.
+**When it pays.** On CPUs a little: PyTorch's error function and exponential cost more there than these. On CUDA by
+arithmetic: 5 passes over the widest activations instead of 6, under `TorchCompile` as in eager mode, as Inductor sums
+up for the bias by itself; not measured yet.
 
-**Needs.** A CUDA device, the package triton, and intermediate layers that compute what BertIntermediate does, with the
-activation `gelu`: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA, MPNet, DeBERTa-v2, ViT and others, known by their code.
-Other activations (`gelu_new`, `relu`, ...) are left alone and counted. Layers that are no plain `nn.Linear`, and hooks
-on the linear layer or on its activation, take the model's own code.
+**Needs.** Intermediate layers that compute what BertIntermediate does, with the activation `gelu`: BERT, RoBERTa,
+XLM-R, CamemBERT, ELECTRA, MPNet, DeBERTa-v2, ViT and others, known by their code; and DistilBERT's feed-forward blocks.
+On CUDA the package triton; on the CPU a C compiler for speed: without one PyTorch's operations serve. Other activations
+(`gelu_new`, `relu`, ...) are left alone and counted. Layers that are no plain `nn.Linear`, and hooks on the linear
+layer or on its activation, take the model's own code.
 
 Source: the fused bias + GELU of Megatron-LM and of NVIDIA's MLPerf BERT, there with the approximation by tanh.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +33,10 @@ from composer.core import State
 from composer.loggers import Logger
 from transformers.activations import GELUActivation
 
-from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
+from composer_speedups.compilation import missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.joint_linear import only_linear
+from composer_speedups.kernels import bias_gelu as kernel
 from composer_speedups.kernels.tensors import plain
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked, mix_in, same_code
@@ -41,18 +47,22 @@ __all__ = ["FusedBiasGELU", "apply_fused_bias_gelu"]
 def apply_fused_bias_gelu(model: torch.nn.Module) -> int:
     """Let every intermediate layer with an exact GELU in `model` run bias and GELU as one kernel; return how many.
 
-    Parameters stay the same objects. An input that is not on a CUDA device, or not in float32, float16 or
-    bfloat16, is computed by PyTorch as before.
+    Parameters stay the same objects.
 
     Raises:
-        SpeedUpUnavailable: there is no CUDA device, or no triton.
+        SpeedUpUnavailable: the parameters are on a device that has no kernel.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> bert = BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=3, vocab_size=9))
+    >>> apply_fused_bias_gelu(bert), apply_fused_bias_gelu(bert)
+    (3, 0)
     """
-    reason = _unavailable()
-    if reason is not None:
-        raise SpeedUpUnavailable(f"apply_fused_bias_gelu cannot be used here: {reason}")
-    layers = [m for m in model.modules() if _is_intermediate(m) and _exact(m.intermediate_act_fn)]
+    layers = [layer for layer, activation in _intermediates(model) if _exact(activation)]
+    for device in {next(layer.parameters()).device for layer in layers}:
+        if (reason := _unavailable(device)) is not None:
+            raise SpeedUpUnavailable(f"apply_fused_bias_gelu cannot be used here: {reason}")
     for layer in layers:
-        mix_in(_FusedIntermediate, layer)
+        mix_in(_FusedIntermediate if hasattr(layer, "dense") else _FusedFeedForward, layer)
     return len(layers)
 
 
@@ -72,30 +82,50 @@ class FusedBiasGELU(SpeedUp):
         return _unavailable(device)
 
     def install(self, state: State, logger: Logger) -> None:
-        found = [m for m in state.model.modules() if _is_intermediate(m)]
-        others = [_name(m.intermediate_act_fn) for m in found if not _exact(m.intermediate_act_fn)]
+        others = [_name(activation) for _, activation in _intermediates(state.model) if not _exact(activation)]
         count = apply_fused_bias_gelu(state.model)
+        by = "Triton" if state.device._device.type == "cuda" else "C" if kernel.native() is not None else "PyTorch"
         nothing = "no layer in the model is dense and activation as BERT's intermediate layer is"
         if others:
             nothing = f"the activation is {', '.join(sorted(set(others)))}, and the kernel's is the exact gelu"
-        self.report(logger, count, nothing, left_alone=len(others))
+        self.report(logger, count, nothing, left_alone=len(others), kernel=by)
 
 
-def _unavailable(device: torch.device | None = None) -> str | None:
-    cuda = None if TRITON_INTERPRETED else why_no_cuda(device, "PyTorch's GELU is as fast on a CPU: remove it")
-    return cuda or missing_for_triton()
+def _unavailable(device: torch.device) -> str | None:
+    if device.type not in ("cuda", "cpu", "meta"):
+        return f"its kernels are for CUDA and for CPUs, and the run is on {device}; remove it"
+    return missing_for_triton() if device.type == "cuda" else None
 
 
-def _pattern(self, hidden_states: torch.Tensor) -> torch.Tensor:
+def _of_bert(self, hidden_states: torch.Tensor) -> torch.Tensor:
     hidden_states = self.dense(hidden_states)
     hidden_states = self.intermediate_act_fn(hidden_states)
     return hidden_states
 
 
-def _is_intermediate(module: torch.nn.Module) -> bool:
-    dense = getattr(module, "dense", None)
-    own = type(dense) is torch.nn.Linear and dense.bias is not None and "forward" not in vars(module)
-    return own and same_code(type(module).forward, _pattern)
+def _of_distilbert(self, input: torch.Tensor) -> torch.Tensor:
+    x = self.lin1(input)
+    x = self.activation(x)
+    x = self.lin2(x)
+    x = self.dropout(x)
+    return x
+
+
+def _intermediates(model: torch.nn.Module) -> list[tuple[torch.nn.Module, object]]:
+    """What computes an intermediate layer, and is not changed yet, with its activation."""
+    found = []
+    for m in model.modules():
+        if "forward" in vars(m) or "ff_chunk" in vars(m):
+            continue
+        if same_code(type(m).forward, _of_bert) and _biased(getattr(m, "dense", None)):
+            found.append((m, m.intermediate_act_fn))
+        elif same_code(getattr(type(m), "ff_chunk", None), _of_distilbert) and _biased(getattr(m, "lin1", None)):
+            found.append((m, m.activation))
+    return found
+
+
+def _biased(dense: torch.nn.Module | None) -> bool:
+    return type(dense) is torch.nn.Linear and dense.bias is not None
 
 
 def _exact(activation: object) -> bool:
@@ -109,18 +139,29 @@ def _name(activation: object) -> str:
     return getattr(activation, "__name__", type(activation).__name__)
 
 
+def _activated(dense: torch.nn.Module, activation: Callable, x: torch.Tensor) -> torch.Tensor:
+    """`activation(dense(x))`, by the kernel if nobody listens."""
+    heard = isinstance(activation, torch.nn.Module) and hooked(activation)
+    if heard or not only_linear(dense) or dense.bias is None or not (_exact(activation) and plain(x)):
+        return activation(dense(x))
+    product = F.linear(x, dense.weight)
+    if kernel.why_not(product, dense.bias) is not None:
+        return activation(product + dense.bias)
+    return kernel.bias_gelu(product, dense.bias)
+
+
 class _FusedIntermediate:
     """Mixed into `BertIntermediate` and what computes the same."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dense, activation = self.dense, self.intermediate_act_fn
-        heard = hooked(dense) or (isinstance(activation, torch.nn.Module) and hooked(activation))
-        ours = plain(hidden_states) and (hidden_states.is_cuda or TRITON_INTERPRETED)
-        if type(dense) is not torch.nn.Linear or heard or not ours:
-            return super().forward(hidden_states)
-        from composer_speedups.kernels.bias_gelu import bias_gelu, why_not
+        return _activated(self.dense, self.intermediate_act_fn, hidden_states)
 
-        x = F.linear(hidden_states, dense.weight)
-        if why_not(x, dense.bias) is not None:
-            return activation(x + dense.bias)
-        return bias_gelu(x, dense.bias)
+
+class _FusedFeedForward:
+    """Mixed into DistilBERT's `FFN`."""
+
+    def ff_chunk(self, input: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.lin2(self.activated(input)))
+
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        return _activated(self.lin1, self.activation, x)

@@ -1,12 +1,13 @@
-"""FusedDropoutAddNorm: the end of each half of a post-norm block, dropout + residual + LayerNorm, in one kernel.
+"""FusedDropoutAddNorm: the end of each half of a post-norm block, bias + dropout + residual + LayerNorm, in one kernel.
 
-**Why it is faster.** After each of its two last linear layers a BERT block computes `LayerNorm(dropout(x) + residual)`:
-three kernels that wait for memory, under autocast with casts to float32 between them, and as many backward. Here one
-kernel reads `x` and `residual` and writes the output; backward reads both again with the gradient, and writes both
-gradients, while it sums those of weight and bias. The mask is never stored: its bits are hashed again.
+**Why it is faster.** Behind each of its two last matrix products a BERT block computes `LayerNorm(dropout(x + bias) +
+residual)`: kernels that wait for memory, under autocast with casts to float32 between them, and as many backward, with
+one more pass for the bias. Here one kernel reads `x` and `residual` and writes the output; backward reads both again
+with the gradient, and writes both gradients, while it sums up those of weight and biases. The mask is never stored: its
+bits are hashed again.
 
 **Numerics.** Under autocast both inputs are taken in the autocast dtype and the output is rounded once to it, as
-`LowPrecisionNorm` does, but the sum before the norm stays in float32, as do weight, bias, mean and variance. Without
+`LowPrecisionNorm` does, but the sum before the norm stays in float32, as do weight, biases, mean and variance. Without
 autocast the result differs from PyTorch's by float32 rounding. Masks are those of `FastDropout`: a multiple of 1/65536
 is dropped, the scale is exact for it; keys come from PyTorch's generator of the device, so that seeds and gradient
 checkpointing repeat bit for bit. A dropped NaN or infinity becomes 0. Gradients are summed in a fixed order.
@@ -15,14 +16,14 @@ checkpointing repeat bit for bit. A dropped NaN or infinity becomes 0. Gradients
 for 6,144 x 256, forward and backward (`benchmarks/results/2026-11-23_cpu_limits_2`); less in float32. On CUDA by
 arithmetic, in eager mode: 8 passes over the activations instead of 15, and 4 launches instead of 6 or more; not
 measured yet. Under `TorchCompile` Inductor fuses the forward pass as well, and launches these kernels itself on CUDA;
-what is saved there are the stored mask and the second pass for the gradients of weight and bias.
+what is saved there are the stored mask and the second pass for the gradients of weight and biases.
 
 **Needs.** Blocks that compute what BertSelfOutput and BertOutput do: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA, MPNet,
 DeBERTa-v2 and others, known by their code and not by their names; and DistilBERT's, which drop nothing behind the
 attention. On CUDA the package triton and a width up to 8192; on the CPU a C compiler for speed: without one PyTorch's
 operations compute the same masks. Other devices are refused; tensor subclasses, hooks on a block's norm or dropout, and
-`torch.func` take the block's own code. It takes the norms and dropouts of the blocks; `LowPrecisionNorm`,
-`FusedLayerNorm` and `FastDropout` take the others.
+`torch.func` take the block's own code; a linear layer that somebody hooks or has replaced adds its bias itself. It
+takes the norms and dropouts of the blocks; `LowPrecisionNorm`, `FusedLayerNorm` and `FastDropout` take the others.
 
 Source: dropout + add + LayerNorm of MosaicML's and NVIDIA's MLPerf BERT; the masks are counter-based, see FastDropout.
 """
@@ -32,6 +33,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from composer.core import State
 from composer.loggers import Logger
 
@@ -39,6 +41,7 @@ from composer_speedups.compat import distilbert_attention, layer_result
 from composer_speedups.compilation import missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.families import DISTILBERT, layers_of, stack_of
+from composer_speedups.joint_linear import only_linear
 from composer_speedups.kernels import dropout_add_norm as kernel
 from composer_speedups.kernels.tensors import plain
 from composer_speedups.speedup import SpeedUp, Stage
@@ -157,7 +160,7 @@ class _FusedEnd:
         norm, dropout = self.LayerNorm, self.dropout
         if hooked(norm) or hooked(dropout) or not (plain(hidden_states) and plain(input_tensor)):
             return super().forward(hidden_states, input_tensor)
-        return _end(self.dense(hidden_states), input_tensor, norm, dropout)
+        return _end(*_product(self.dense, hidden_states), input_tensor, norm, dropout)
 
 
 class _FusedLayer:
@@ -169,20 +172,34 @@ class _FusedLayer:
         weights = kwargs.get("output_attentions") or any(argument is True for argument in args)
         if heard or weights or not args or not plain(args[0]) or ffn.chunk_size_feed_forward:
             return super().forward(*args, **kwargs)
-        attended = _end(distilbert_attention(self, *args, **kwargs), args[0], self.sa_layer_norm)
-        hidden = ffn.lin2(ffn.activation(ffn.lin1(attended)))
-        return layer_result(_end(hidden, attended, self.output_layer_norm, ffn.dropout))
+        attended = _end(distilbert_attention(self, *args, **kwargs), None, args[0], self.sa_layer_norm)
+        by_kernel = getattr(ffn, "activated", None)  # of FusedBiasGELU
+        wide = ffn.activation(ffn.lin1(attended)) if by_kernel is None else by_kernel(attended)
+        hidden, bias = _product(ffn.lin2, wide)
+        return layer_result(_end(hidden, bias, attended, self.output_layer_norm, ffn.dropout))
+
+
+def _product(dense: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `dense` makes of `x`, but for the bias that is still to be added, if it is a linear layer and no more."""
+    if not only_linear(dense) or dense.bias is None:
+        return dense(x), None
+    return F.linear(x, dense.weight), dense.bias
 
 
 def _end(
-    x: torch.Tensor, residual: torch.Tensor, norm: torch.nn.LayerNorm, dropout: torch.nn.Dropout | None = None
+    x: torch.Tensor,
+    x_bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: torch.nn.LayerNorm,
+    dropout: torch.nn.Dropout | None = None,
 ) -> torch.Tensor:
-    """`norm(dropout(x) + residual)`."""
+    """`norm(dropout(x + x_bias) + residual)`."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast leaves float64 as it is, too
         x, residual = (t.to(torch.get_autocast_dtype(device)) for t in (x, residual))
     p = dropout.p if dropout is not None and dropout.training else 0.0
-    if kernel.why_not(x, residual, norm.weight, norm.bias, p) is not None:
+    if kernel.why_not(x, residual, norm.weight, norm.bias, p, x_bias) is not None:
+        x = x if x_bias is None else x + x_bias
         return norm((x if dropout is None else dropout(x)) + residual)
     with torch.autocast(device, enabled=False):
-        return kernel.dropout_add_norm(x, residual, norm.weight, norm.bias, p, norm.eps)
+        return kernel.dropout_add_norm(x, residual, norm.weight, norm.bias, p, norm.eps, x_bias)

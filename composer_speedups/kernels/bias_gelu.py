@@ -1,96 +1,45 @@
-"""GELU(x + bias) with the error function as two Triton kernels, forward and backward.
+"""GELU(x + bias) with the error function as one kernel each way, on CUDA and on the CPU.
 
 What it computes is `reference_bias_gelu`, in float32 whatever the input's type, rounded once, when stored. Kept for
-backward is `x` alone, the matrix product before its bias. The backward kernel reads it with the gradient, makes the
-sum and the slope again, writes the gradient of `x`, and sums it over the rows that a program takes, in float32 and
-before it is rounded; `torch.sum` over programs gives the bias's: no atomics, so that a run repeats bit for bit.
+backward is `x` alone, the matrix product before its bias. Backward makes the sum and the slope again, and sums up its
+gradient for the bias in float32, before it is rounded: by programs or chunks of rows and then over these, no atomics,
+so that a run repeats bit for bit on as many threads as there may be.
 
-The distribution function is the rational approximation 7.1.26 of Abramowitz and Stegun, "Handbook of Mathematical
-Functions", off by at most 7.5e-8, half a unit in float32's last place at 1, and on a GPU by what its approximate root
-and exponential add. The exponential is the density that the slope needs; no library call is made.
+The work is done by `bias_gelu_triton.py` on CUDA and by `bias_gelu.c` on the CPU; `_torch_forward` and
+`_torch_backward` serve on the CPU where there is no compiler, and for float16 and float64. The kernels' distribution
+function is the rational approximation 7.1.26 of Abramowitz and Stegun, "Handbook of Mathematical Functions", off by at
+most 7.5e-8, half a unit in float32's last place at 1, and by what its root and exponential add. The exponential is the
+density that the slope needs; no library call is made.
 
-Eager code goes through an `autograd.Function`, `torch.compile` through a custom operator; see `layer_norm.py`.
+Eager code goes through an `autograd.Function`, `torch.compile` through a custom operator; see `layer_norm.py`. On CUDA
+that is one which the compiler looks into and launches itself: `inductor_operators.py`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+
 import torch
-import triton
-import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.launch import DTYPES, interpreted, on_device, processors, rows_of
+from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import shape_only
 
-__all__ = ["bias_gelu", "reference_bias_gelu", "why_not"]
+__all__ = ["bias_gelu", "native", "operators", "reference_bias_gelu", "why_not"]
 
-_COLS = 256  # a program's tile: rows x columns
-_ROWS_FORWARD, _ROWS_BACKWARD = 16, 4  # 32 and 8 elements in each of 128 threads
-_WARPS = 4
-
-
-@triton.jit
-def _normal(h):
-    """Of the standard normal distribution: P(X <= h), and exp(-h^2 / 2)."""
-    density = tl.exp2(-0.7213475204 * (h * h))  # log2(e) / 2; exp itself is exp2 with one product more
-    d = 1.0 + 0.231641888 * tl.abs(h)  # 0.3275911 / sqrt(2)
-    t = tl.rsqrt(d * d)  # 1 / d: two instructions, where a division takes nine
-    tail = ((((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796) * t * density
-    return tl.where(h < 0.0, tail, 1.0 - tail), density
-
-
-@triton.jit
-def _forward_kernel(
-    x_ptr,  # [rows, width], rows x_stride apart
-    bias_ptr,  # [width]
-    y_ptr,  # [rows, width], contiguous
-    x_stride,
-    rows,
-    width,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # 64 bits: rows * width may pass 2^31
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    mask = (row < rows)[:, None] & (col < width)[None, :]
-    bias = tl.load(bias_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
-    h = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32) + bias
-    below, _density = _normal(h)
-    tl.store(y_ptr + row[:, None] * width + col[None, :], (h * below).to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _backward_kernel(
-    dy_ptr,  # [rows, width], rows dy_stride apart
-    x_ptr,  # [rows, width], rows x_stride apart
-    bias_ptr,  # [width]
-    dx_ptr,  # [rows, width], contiguous
-    dbias_ptr,  # [programs, width] float32
-    dy_stride,
-    x_stride,
-    rows,
-    width,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    bias = tl.load(bias_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
-    total = tl.zeros([ROWS, COLS], tl.float32)
-    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS).to(tl.int64)
-        mask = (row < rows)[:, None] & (col < width)[None, :]
-        h = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32) + bias
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        below, density = _normal(h)
-        dx = dy * (below + 0.3989422804 * h * density)
-        tl.store(dx_ptr + row[:, None] * width + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        total += dx
-    tl.store(dbias_ptr + program * width + col, tl.sum(total, 0), mask=col < width)
+_CHUNKS, _ROWS = 64, 16  # partial sums of the C kernel: at most so many, each of so many rows at least
+_CUDA = (torch.float32, torch.float16, torch.bfloat16)
+_CPU = (*_CUDA, torch.float64)
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 def reference_bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """What the kernel means, in plain PyTorch; in float64 if `x` is."""
+    """What the kernels mean, in plain PyTorch; in float64 if `x` is."""
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.to(wide) + bias.to(wide)
     return (h * 0.5 * (1 + torch.erf(h * 0.5**0.5))).to(x.dtype)
@@ -100,11 +49,18 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """GELU(x + bias); the result has the dtype of `x`.
 
     Args:
-        x: `[..., width]`, float32, float16 or bfloat16, on a CUDA device, any strides.
+        x: `[..., width]`, any strides: float32, float16 or bfloat16, on the CPU also float64.
         bias: `[width]`, of any of these dtypes.
+
+    >>> bias_gelu(torch.zeros(2), torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 0.8413])
     """
     if (reason := why_not(x, bias)) is not None:
         raise ValueError(f"bias_gelu: {reason}")
+    if torch.compiler.is_compiling() and x.is_cuda:
+        from composer_speedups.kernels.inductor_operators import bias_gelu_op
+
+        return bias_gelu_op(x, bias)
     if torch.compiler.is_compiling() or shape_only(x):
         return _forward_op(x, bias)
     return _BiasGELU.apply(x, bias)
@@ -113,63 +69,101 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 def why_not(x: torch.Tensor, bias: torch.Tensor) -> str | None:
     """Why the kernels do not take these; None if they do."""
     width = x.shape[-1] if x.dim() else 0
+    dtypes = _CUDA if x.is_cuda else _CPU
     for name, tensor in (("x", x), ("bias", bias)):
-        if tensor.dtype not in DTYPES:
-            return f"{name} is in {tensor.dtype}, and must be in float32, float16 or bfloat16"
+        if tensor.dtype not in dtypes:
+            return f"{name} is in {tensor.dtype}, and must be in one of {', '.join(map(str, dtypes))}"
     if width < 1 or bias.shape != (width,) or bias.device != x.device:
         return f"bias must have the shape ({width},) on {x.device}, not {tuple(bias.shape)} on {bias.device}"
-    if not (x.is_cuda or interpreted()):
-        return f"it needs a CUDA device, x is on {x.device}: use torch's gelu here"
+    if not (x.is_cuda or x.is_cpu):
+        return f"x must be on a CUDA device or on the CPU, not on {x.device}"
     return None
 
 
+def _triton(x: torch.Tensor) -> ModuleType | None:
+    """The CUDA kernels, if they serve `x`. Triton's interpreter stands in for the GPU in the tests."""
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    from composer_speedups.kernels import bias_gelu_triton as kernels
+
+    return kernels if x.is_cuda or (kernels.interpreted() and x.dtype in _CUDA) else None
+
+
 def _forward(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    matrix = rows_of(x)
-    rows, width = matrix.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if rows:
-        grid = (triton.cdiv(rows, _ROWS_FORWARD), triton.cdiv(width, _COLS))
-        with on_device(x.device):
-            _forward_kernel[grid](
-                matrix,
-                bias.contiguous(),
-                y,
-                matrix.stride(0),
-                rows,
-                width,
-                ROWS=_ROWS_FORWARD,
-                COLS=_COLS,
-                num_warps=_WARPS,
-            )
-    return y
+    if (kernels := _triton(x)) is not None:
+        return kernels.forward(x, bias)
+    if x.dtype in _NAMES and (library := native()) is not None:
+        return _native_forward(library, x, bias)
+    return _torch_forward(x, bias)
 
 
 def _backward(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`dx` like `x`, and the bias's gradient in float32."""
-    gradients, matrix = rows_of(dy), rows_of(x)
-    rows, width = matrix.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    columns = triton.cdiv(width, _COLS)
-    # Tiles over columns fill the device as well: 16 programs a processor in all, but 8 rows of programs at least.
-    programs = min(triton.cdiv(rows, _ROWS_BACKWARD), max(8, 16 * processors(x.device) // columns))
-    partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
-    if rows:
-        with on_device(x.device):
-            _backward_kernel[(programs, columns)](
-                gradients,
-                matrix,
-                bias.contiguous(),
-                dx,
-                partial,
-                gradients.stride(0),
-                matrix.stride(0),
-                rows,
-                width,
-                ROWS=_ROWS_BACKWARD,
-                COLS=_COLS,
-                num_warps=_WARPS,
-            )
+    """`dx` like `x`, and the bias's gradient, in float32 at least."""
+    if (kernels := _triton(x)) is not None:
+        return kernels.backward(dy, x, bias)
+    if x.dtype in _NAMES and (library := native()) is not None:
+        return _native_backward(library, dy, x, bias)
+    return _torch_backward(dy, x, bias)
+
+
+# --- the CPU ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def native() -> ctypes.CDLL | None:
+    """The C kernels, if they could be built and agree with their meaning in PyTorch operations; None if not."""
+    library = load("bias_gelu")
+    if library is None:
+        return None
+    _declare(library)
+    x, dy = torch.linspace(-6, 6, 3 * 37 * 2, dtype=torch.float32, device="cpu").view(2, 3, 37)
+    bias = x[0] / 2
+    ours = (_native_forward(library, x, bias), *_native_backward(library, dy, x, bias))
+    wanted = (_torch_forward(x, bias), *_torch_backward(dy, x, bias))
+    return library if all(a.allclose(b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, wanted, strict=True)) else None
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    for name in _NAMES.values():
+        forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
+        forward.argtypes, forward.restype = (*[_P] * 3, _N, _N, _I), None
+        backward.argtypes, backward.restype = (*[_P] * 5, _N, _N, _N, _I), None
+
+
+def _native_forward(library, x, bias):
+    x, bias, width = x.contiguous(), _as_float(bias), x.shape[-1]
+    y = torch.empty_like(x)
+    call = getattr(library, f"forward_{_NAMES[x.dtype]}")
+    call(x.data_ptr(), bias.data_ptr(), y.data_ptr(), x.numel() // width, width, torch.get_num_threads())
+    return y
+
+
+def _native_backward(library, dy, x, bias):
+    dy, x, bias, width = dy.contiguous(), x.contiguous(), _as_float(bias), x.shape[-1]
+    rows = x.numel() // width
+    chunks = max(1, min(_CHUNKS, rows // _ROWS))
+    dx, partial = torch.empty_like(x), x.new_empty((chunks, width), dtype=torch.float32)
+    call = getattr(library, f"backward_{_NAMES[x.dtype]}")
+    call(*(t.data_ptr() for t in (dy, x, bias, dx, partial)), rows, width, chunks, torch.get_num_threads())
     return dx, partial.sum(0)
+
+
+def _as_float(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().float().contiguous()
+
+
+def _torch_forward(x, bias):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.nn.functional.gelu(x.to(wide) + bias.to(wide)).to(x.dtype).contiguous()
+
+
+def _torch_backward(dy, x, bias):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dx = torch.ops.aten.gelu_backward(dy.to(wide), x.to(wide) + bias.to(wide))
+    return dx.to(x.dtype).contiguous(), dx.reshape(-1, x.shape[-1]).sum(0)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 class _BiasGELU(torch.autograd.Function):
@@ -190,9 +184,30 @@ def _gradients(backward, ctx, dy):
     return dx if ctx.needs_input_grad[0] else None, dbias.to(bias.dtype) if ctx.needs_input_grad[1] else None
 
 
-@torch.library.custom_op("composer_speedups::bias_gelu", mutates_args=())
-def _forward_op(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return _forward(x, bias)
+def operators(define: Callable, name: str, forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
+    """`forward` and `backward` as operators that `define` makes (`custom_op`, `triton_op`), the second of the first."""
+
+    @define(f"composer_speedups::{name}", mutates_args=())
+    def forward_op(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return forward(x, bias)
+
+    @define(f"composer_speedups::{name}_backward", mutates_args=())
+    def backward_op(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return backward(dy, x, bias)
+
+    def remember(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    forward_op.register_autograd(lambda ctx, dy: _gradients(backward_op, ctx, dy), setup_context=remember)
+    return forward_op, backward_op
+
+
+_forward_op, _backward_op = operators(
+    torch.library.custom_op,
+    "bias_gelu",
+    lambda *arguments: _forward(*arguments),  # looked up when called, as in `_BiasGELU`
+    lambda *arguments: _backward(*arguments),
+)
 
 
 @_forward_op.register_fake
@@ -200,22 +215,6 @@ def _(x, bias):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("composer_speedups::bias_gelu_backward", mutates_args=())
-def _backward_op(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _backward(dy, x, bias)
-
-
 @_backward_op.register_fake
 def _(dy, x, bias):
-    return x.new_empty(x.shape), x.new_empty((x.shape[-1],), dtype=torch.float32)
-
-
-def _remember(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, dy):
-    return _gradients(_backward_op, ctx, dy)
-
-
-_forward_op.register_autograd(_differentiate, setup_context=_remember)
+    return x.new_empty(x.shape), x.new_empty((x.shape[-1],), dtype=torch.promote_types(x.dtype, torch.float32))

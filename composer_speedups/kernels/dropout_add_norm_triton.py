@@ -48,6 +48,7 @@ def _keep(
 @triton.jit
 def forward_kernel(
     x_ptr,  # [rows, WIDTH], rows x_stride apart
+    x_bias_ptr,  # [WIDTH], read if BIASED
     residual_ptr,  # [rows, WIDTH], rows residual_stride apart
     w_ptr,  # [WIDTH]
     b_ptr,  # [WIDTH]
@@ -59,6 +60,7 @@ def forward_kernel(
     residual_stride,
     rows,
     WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
     DROPPED: tl.constexpr,  # of 65536
     EPS: tl.constexpr,  # constants, as is the scale below: numbers of Python's are float64 where Inductor launches
     ROWS: tl.constexpr,  # rows a program takes
@@ -71,6 +73,8 @@ def forward_kernel(
     inside = col < WIDTH
     mask = (row < rows) & inside
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if BIASED:
+        x += load_for_each_row(x_bias_ptr, inside, ROWS, CHUNKS, BLOCK)
     residual = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
     z = x + residual
     if DROPPED:
@@ -89,6 +93,7 @@ def forward_kernel(
 def backward_kernel(
     dy_ptr,  # [rows, WIDTH], rows dy_stride apart
     x_ptr,  # [rows, WIDTH], rows x_stride apart
+    x_bias_ptr,  # [WIDTH], read if BIASED
     residual_ptr,  # [rows, WIDTH], rows residual_stride apart
     w_ptr,  # [WIDTH]
     mean_ptr,  # [rows] float32
@@ -96,12 +101,13 @@ def backward_kernel(
     seeds_ptr,  # [2] int64, read if DROPPED
     dx_ptr,  # [rows, WIDTH], contiguous, written if DROPPED; else it is dresidual
     dresidual_ptr,  # [rows, WIDTH], contiguous
-    partial_ptr,  # [2, programs, WIDTH] float32: what each program adds to the gradients of weight and bias
+    partial_ptr,  # [2 or, if BIASED, 3, programs, WIDTH] float32: what each adds to those of weight, bias and x_bias
     dy_stride,
     x_stride,
     residual_stride,
     rows,
     WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
     DROPPED: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -113,11 +119,17 @@ def backward_kernel(
     inside = col < WIDTH
     dw = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
-    w = load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
+    if BIASED:
+        dx_bias = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
+    else:
+        w = load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
     for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
         mask = (row < rows) & inside
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        if BIASED:  # loaded for each row, as they are near: the sums need the registers
+            x += load_for_each_row(x_bias_ptr, inside, ROWS, CHUNKS, BLOCK)
+            w = load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
         residual = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
         z = x + residual
@@ -131,18 +143,23 @@ def backward_kernel(
         place = row * WIDTH + col
         tl.store(dresidual_ptr + place, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
         if DROPPED:
-            tl.store(dx_ptr + place, tl.where(keep, dz * scale, 0.0).to(dx_ptr.dtype.element_ty), mask=mask)
+            dz = tl.where(keep, dz * scale, 0.0)
+            tl.store(dx_ptr + place, dz.to(dx_ptr.dtype.element_ty), mask=mask)
+        if BIASED:
+            dx_bias += dz
         dw += dy * z_hat
         db += dy
     place = partial_ptr + program * WIDTH + col
     tl.store(place, tl.sum(dw, 0)[None, :, :], mask=inside)
     tl.store(place + tl.num_programs(0) * WIDTH, tl.sum(db, 0)[None, :, :], mask=inside)
+    if BIASED:
+        tl.store(place + 2 * tl.num_programs(0) * WIDTH, tl.sum(dx_bias, 0)[None, :, :], mask=inside)
 
 
-def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, kernel=forward_kernel):
+def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, x_bias=None, kernel=forward_kernel):
     """The output, and mean and reciprocal deviation of each row in float32; see `dropout_add_norm._forward`.
 
-    `kernel`: what launches it, if it is not Triton; see `dropout_add_norm_inductor.py`.
+    `kernel`: what launches it, if it is not Triton; see `inductor_operators.py`.
     """
     matrix, other = rows_of(x), rows_of(residual)
     rows, width = matrix.shape[0], int(matrix.shape[1])  # a number also where the compiler has a symbol
@@ -154,6 +171,7 @@ def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, kernel=f
         with on_device(x.device):
             kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 matrix,
+                weight if x_bias is None else x_bias.contiguous(),
                 other,
                 weight.contiguous(),
                 bias.contiguous(),
@@ -165,6 +183,7 @@ def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, kernel=f
                 other.stride(0),
                 rows,
                 WIDTH=width,
+                BIASED=x_bias is not None,
                 DROPPED=dropped,
                 EPS=eps,
                 **tile,
@@ -172,8 +191,8 @@ def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, kernel=f
     return y, mean, rstd
 
 
-def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, kernel=backward_kernel):
-    """Gradients of x (empty if `dropped` is 0), of residual, and `[2, width]` float32 of weight and bias."""
+def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=None, kernel=backward_kernel):
+    """Gradients of x (empty if `dropped` is 0), of residual, and `[2 or 3, width]` float32 of weight, bias, x_bias."""
     gradients, matrix, other = rows_of(dy), rows_of(x), rows_of(residual)
     rows, width = matrix.shape[0], int(matrix.shape[1])
     dx = torch.empty(x.shape if dropped else (0,), dtype=x.dtype, device=x.device)
@@ -182,11 +201,12 @@ def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, kernel=ba
     # Two at least, as a compiler asks whether it is one, and compiles again where that changes. With no rows at all
     # they have zeros to store.
     programs = torch.sym_max(2, torch.sym_min(triton.cdiv(rows, tile["ROWS"]), most_programs(tile, x.device)))
-    partial = torch.empty((2, programs, width), dtype=torch.float32, device=x.device)
+    partial = torch.empty((2 if x_bias is None else 3, programs, width), dtype=torch.float32, device=x.device)
     with on_device(x.device):
         kernel[(programs,)](
             gradients,
             matrix,
+            weight if x_bias is None else x_bias.contiguous(),
             other,
             weight.contiguous(),
             mean,
@@ -200,6 +220,7 @@ def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, kernel=ba
             other.stride(0),
             rows,
             WIDTH=width,
+            BIASED=x_bias is not None,
             DROPPED=dropped,
             **tile,
         )

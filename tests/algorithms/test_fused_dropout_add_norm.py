@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier, HuggingFaceModel
@@ -72,16 +73,17 @@ def test_matches_float64(padded: bool, family: str, calls: list) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("fault", ["bias", "eps", "residual"])
+@pytest.mark.parametrize("fault", ["bias", "eps", "residual", "x_bias"])
 def test_the_check_finds_a_planted_fault(fault: str, family: str, monkeypatch) -> None:
     stock = random_weights(bert(family=family)).eval()
     changed = copy.deepcopy(stock)
     apply_fused_dropout_add_norm(changed)
     right = kernel.dropout_add_norm
     wrong = {
-        "bias": lambda x, r, w, b, p, eps: right(x, r, w, b * 0, p, eps),
-        "eps": lambda x, r, w, b, p, eps: right(x, r, w, b, p, 1e-3),
-        "residual": lambda x, r, w, b, p, eps: right(x, x, w, b, p, eps),
+        "bias": lambda x, r, w, b, p, eps, x_bias: right(x, r, w, b * 0, p, eps, x_bias),
+        "eps": lambda x, r, w, b, p, eps, x_bias: right(x, r, w, b, p, 1e-3, x_bias),
+        "residual": lambda x, r, w, b, p, eps, x_bias: right(x, x, w, b, p, eps, x_bias),
+        "x_bias": lambda x, r, w, b, p, eps, x_bias: right(x, r, w, b, p, eps, None if x_bias is None else x_bias * 0),
     }
     monkeypatch.setattr(kernel, "dropout_add_norm", wrong[fault])
     with pytest.raises(AssertionError, match="is off by"):
@@ -134,15 +136,16 @@ def test_computes_in_the_autocast_dtype_with_float32_weights(dtype: torch.dtype,
     )  # a residual in float32, as after a norm
     with torch.autocast("cpu", dtype):
         out = block(hidden, residual)
-        x = block.dense(hidden)
+        x = F.linear(hidden, block.dense.weight)
     assert out.dtype == dtype and calls == [dtype]
     norm = block.LayerNorm
-    doubles = [t.detach().double() for t in (x, residual.to(dtype), norm.weight, norm.bias)]
-    exact = kernel.reference_dropout_add_norm(*doubles, eps=norm.eps)
+    *doubles, x_bias = [t.detach().double() for t in (x, residual.to(dtype), norm.weight, norm.bias, block.dense.bias)]
+    exact = kernel.reference_dropout_add_norm(*doubles, eps=norm.eps, x_bias=x_bias)  # the bias is not rounded
     # One rounding of the result, of values up to 4 times a weight of 2: half an eps of 8, and as much for the sums.
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
     out.sum().backward()
-    assert norm.weight.grad.dtype == residual.grad.dtype == torch.float32
+    gradients = [t.grad.dtype for t in (norm.weight, residual, block.dense.weight, block.dense.bias)]
+    assert gradients == [torch.float32] * 4
 
 
 @each_kind

@@ -61,10 +61,11 @@ def compile_for(
     return compiled
 
 
-def spills(compiled: Any, folder: Path) -> bool:
-    """Whether values of a thread live in memory, for want of registers or as arrays."""
+def spills(compiled: Any, folder: Path) -> int:
+    """Bytes of a thread's values that live in memory, for want of registers or as arrays."""
     found = re.search(r"STACK:(\d+).*LOCAL:(\d+)", _tool("cuobjdump", "-res-usage", compiled, folder))
-    return found is None or any(map(int, found.groups()))
+    assert found is not None, "cuobjdump says nothing about memory"
+    return sum(map(int, found.groups()))
 
 
 def instructions(compiled: Any, folder: Path, elements: int) -> float:

@@ -10,8 +10,9 @@ import torch
 from bias_gelu_check import case, check
 
 from composer_speedups.kernels import bias_gelu as module
+from composer_speedups.kernels import bias_gelu_triton as cuda
 from composer_speedups.kernels.bias_gelu import bias_gelu
-from composer_speedups.kernels.launch import DTYPES, interpreted
+from composer_speedups.kernels.launch import DTYPES
 
 # Triton 3.3's interpreter turns arrays of one element into scalars in a way that NumPy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -20,7 +21,7 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def test_is_interpreted() -> None:
-    assert interpreted()
+    assert module._triton(torch.ones(1)) is cuda and cuda.interpreted()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,21 +106,6 @@ def test_operators_are_well_formed() -> None:
     torch.library.opcheck(module._forward_op, tuple(case((3, 16), FP32)))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.ones(2, 4, dtype=torch.float64)}, "x is in torch.float64"),
-        ({"bias": torch.ones(4, dtype=torch.int64)}, "bias is in torch.int64"),
-        ({"bias": torch.ones(5)}, r"bias must have the shape \(4,\) on cpu, not \(5,\)"),
-        ({"x": torch.ones(2, 0)}, r"bias must have the shape \(0,\)"),
-        ({"bias": torch.ones(4, device="meta")}, "on meta"),
-    ],
-)
-def test_bad_input_is_named(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bias_gelu(**({"x": torch.ones(2, 4), "bias": torch.ones(4)} | change))
-
-
 MUTANTS = {
     "none": ("total += dx", "total  += dx"),
     "bias dropped in forward": ("other=0.0).to(tl.float32) + bias\n    below", "other=0.0).to(tl.float32)\n    below"),
@@ -137,23 +123,23 @@ MUTANTS = {
     "density without h": ("0.3989422804 * h * density", "0.3989422804 * density"),
     "last program's sums lost": ("return dx, partial.sum(0)", "return dx, partial[:-1].sum(0)"),
     "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
-    "one column of tiles only": ("triton.cdiv(width, _COLS))", "width // _COLS)"),
+    "one column of tiles only": ("triton.cdiv(width, _COLS))](", "width // _COLS)]("),
 }
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("tails swapped", BF16)])
-def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
     old, new = MUTANTS[name]
-    source = Path(module.__file__).read_text()
+    source = Path(cuda.__file__).read_text()
     assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
-    path = tmp_path / "mutant.py"
-    path.write_text(source.replace(old, new).replace('"composer_speedups::', f'"mutant{abs(hash((old, new)))}::'))
-    spec = importlib.util.spec_from_file_location("mutant", path)
+    (tmp_path / "mutant.py").write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutant", tmp_path / "mutant.py")
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
+    monkeypatch.setattr(module, "_triton", lambda x: mutant)
     inputs = case((200, 300), dtype)
     if name == "none":
-        return check(mutant.bias_gelu, inputs)
+        return check(bias_gelu, inputs)
     with pytest.raises(AssertionError):
-        check(mutant.bias_gelu, inputs)
+        check(bias_gelu, inputs)

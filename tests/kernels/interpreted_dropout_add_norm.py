@@ -29,7 +29,8 @@ def test_is_interpreted() -> None:
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("width", [1, 2, 31, 64, 768, 769])
 def test_matches_float64(width: int, p: float, dtype: torch.dtype) -> None:
-    check(dropout_add_norm, case((7, 3, width), dtype), p, truncates=True)
+    for x_bias in (None, FP32):
+        check(dropout_add_norm, case((7, 3, width), dtype, x_bias=x_bias), p, truncates=True)
 
 
 def test_the_widest_row() -> None:
@@ -38,12 +39,12 @@ def test_the_widest_row() -> None:
 
 @pytest.mark.parametrize("rows", [1, 33, 200])  # fewer rows than a block, one over, several loops
 def test_any_number_of_rows(rows: int) -> None:
-    check(dropout_add_norm, case((rows, 40), BF16), 0.1, truncates=True)
+    check(dropout_add_norm, case((rows, 40), BF16, x_bias=FP32), 0.1, truncates=True)
 
 
-def test_weight_and_bias_of_any_kind() -> None:
-    for weight, bias in ((BF16, BF16), (FP16, FP32)):
-        check(dropout_add_norm, case((9, 48), FP32, weight, bias), 0.1, truncates=True)
+def test_weight_and_biases_of_any_kind() -> None:
+    for weight, bias, x_bias in ((BF16, BF16, FP16), (FP16, FP32, BF16)):
+        check(dropout_add_norm, case((9, 48), FP32, weight, bias, x_bias=x_bias), 0.1, truncates=True)
 
 
 def test_any_strides() -> None:
@@ -55,9 +56,9 @@ def test_any_strides() -> None:
 
 
 def test_no_rows() -> None:
-    inputs = case((0, 3, 16), BF16)
-    dropout_add_norm(*inputs, 0.1).sum().backward()
-    assert inputs[0].grad.shape == (0, 3, 16) and not inputs[2].grad.any()
+    inputs = case((0, 3, 16), BF16, x_bias=FP32)
+    dropout_add_norm(*inputs[:4], 0.1, x_bias=inputs[4]).sum().backward()
+    assert inputs[0].grad.shape == (0, 3, 16) and not any(t.grad.any() for t in inputs[2:])
 
 
 @pytest.mark.parametrize("keys", [(0, 0), (2**32 - 1, 2**32 - 1), (0x9B1D33F7, 0x00C0FFEE)])
@@ -82,13 +83,14 @@ def test_repeats_bit_for_bit() -> None:
 def test_compiles_without_a_graph_break() -> None:
     compiled = torch.compile(dropout_add_norm, backend="aot_eager", fullgraph=True, dynamic=True)
     check(compiled, case((5, 48), BF16), 0.25, truncates=True)
-    check(compiled, case((9, 48), BF16), 0.25, truncates=True)
+    check(compiled, case((9, 48), BF16, x_bias=FP32), 0.25, truncates=True)
 
 
 def test_operators_are_well_formed() -> None:
     inputs, seeds = case((3, 16), FP32), torch.tensor([3, 4])
-    torch.library.opcheck(module._forward_op, (*inputs, seeds, 6554, EPS))
-    torch.library.opcheck(module._forward_op, (*inputs, None, 0, EPS))
+    torch.library.opcheck(module._forward_op, (*inputs, seeds, 6554, EPS, None))
+    torch.library.opcheck(module._forward_op, (*inputs, None, 0, EPS, None))
+    torch.library.opcheck(module._forward_op, (*inputs, seeds, 6554, EPS, torch.ones(16, requires_grad=True)))
 
 
 MUTANTS = {
@@ -98,6 +100,16 @@ MUTANTS = {
     "eps ignored": ("normalise(z, inside, WIDTH, EPS)", "normalise(z, inside, WIDTH, 1e-5)"),
     "padding counted": ("normalise(z, inside, WIDTH, EPS)", "normalise(z, inside | (z == 0.0), WIDTH, EPS)"),
     "scale forgotten": ("BLOCK), x, 0.0) * scale + residual", "BLOCK), x, 0.0) + residual"),
+    "bias of x forgotten": (
+        "if BIASED:\n        x += load_for_each_row(x_bias_ptr",
+        "if BIASED:\n        x += 0 * load_for_each_row(x_bias_ptr",
+    ),
+    "bias of x forgotten in backward": (
+        "    x += load_for_each_row(x_bias_ptr, inside, ROWS, CHUNKS, BLOCK)\n            w",
+        "    w",
+    ),
+    "dx_bias stored over dw": ("place + 2 * tl.num_programs(0) * WIDTH", "place + 0 * WIDTH"),
+    "dx_bias of the last rows only": ("dx_bias += dz", "dx_bias = dz"),
     "scale forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "tl.where(keep, dz, 0.0)"),
     "mask forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "(dz * scale)"),
     "mask forgotten in backward's sum": ("z = tl.where(keep, x, 0.0) * scale", "z = x * scale"),
@@ -128,7 +140,7 @@ def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Pat
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
     monkeypatch.setattr(module, "_triton", lambda x: mutant)
-    inputs = case((200, 25 if name.endswith("odd width") else 24), dtype)
+    inputs = case((200, 25 if name.endswith("odd width") else 24), dtype, x_bias=FP32)
     if name == "none":
         return check(dropout_add_norm, inputs, 0.3, truncates=True)
     with pytest.raises(AssertionError):

@@ -1,7 +1,9 @@
-"""The Triton kernel without a GPU: compiled for GPUs (`interpreted_bias_gelu.py` runs it)."""
+"""Bias + GELU: the C kernel, PyTorch's meaning of it, and Triton's compiled for GPUs."""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,38 +12,205 @@ from bias_gelu_check import case, check
 from gpu_code import compile_for, instructions, spills, time_for
 
 from composer_speedups.kernels import bias_gelu as module
+from composer_speedups.kernels import bias_gelu_triton as cuda
+from composer_speedups.kernels import native as building
 from composer_speedups.kernels.bias_gelu import bias_gelu
 from composer_speedups.kernels.launch import DTYPES
+
+FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+BY = {"C": (FP32, BF16), "PyTorch": (FP32, BF16, FP16, FP64)}
+BOTH = [pytest.param(by, dtype, id=f"{by} {dtype}") for by, dtypes in BY.items() for dtype in dtypes]
+
+
+@pytest.fixture
+def by(request, monkeypatch) -> str:
+    if request.param == "PyTorch":
+        monkeypatch.setattr(module, "native", lambda: None)
+    elif module.native() is None:
+        pytest.skip("no C compiler on this machine")
+    return request.param
+
+
+# --- the CPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("by", "dtype"), BOTH, indirect=["by"])
+@pytest.mark.parametrize("width", [1, 31, 64, 300, 1024])
+def test_matches_float64(by: str, dtype: torch.dtype, width: int) -> None:
+    check(bias_gelu, case((7, 9, width), dtype))
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+@pytest.mark.parametrize("rows", [1, 33, 2000])  # one chunk, several, the most
+def test_any_number_of_rows(by: str, rows: int) -> None:
+    check(bias_gelu, case((rows, 40), BF16))
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_bias_of_any_kind(by: str) -> None:
+    for bias in (*DTYPES, FP64):
+        check(bias_gelu, case((9, 48), BF16, bias))
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_any_strides(by: str) -> None:
+    x, bias = case((6, 10, 32), FP32)
+    for view in (x[:, ::2], x.transpose(0, 1), x[..., ::2], x[:1].expand(4, 10, 32), x[0, 0]):
+        check(bias_gelu, [view.detach().requires_grad_(), bias[: view.shape[-1]].detach().requires_grad_()])
+    bias_gelu(x, bias).sum().backward()  # sum sends an expanded gradient, strides 0
+    expected = module.reference_bias_gelu(x, bias)
+    torch.testing.assert_close(bias.grad, torch.autograd.grad(expected.sum(), bias)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_no_rows(by: str) -> None:
+    x, bias = case((0, 3, 16), BF16)
+    bias_gelu(x, bias).sum().backward()
+    assert x.grad.shape == (0, 3, 16) and torch.equal(bias.grad, torch.zeros(16))
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_far_tails_and_non_finite_values(by: str) -> None:
+    x = torch.tensor([[-1e30, -40.0, -20.0, 15.0, 1e30, float("inf"), float("nan")]], requires_grad=True)
+    y = bias_gelu(x, torch.zeros(7))[0]
+    assert torch.equal(y[3:5], x[0, 3:5]) and not y[5:].isfinite().any()  # of infinity PyTorch may make NaN
+    assert y[:3].abs().amax() < 1e-37, "to -20 * Phi(-20) = 6e-88 and below: no number of float32"
+    (slope,) = torch.autograd.grad(y[:5].sum(), x)
+    torch.testing.assert_close(slope[0, :5], torch.tensor([0.0, 0, 0, 1, 1]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_only_the_gradients_asked_for(by: str) -> None:
+    for frozen in range(2):
+        inputs = case((4, 16), FP32)
+        full = torch.autograd.grad(bias_gelu(*inputs).square().sum(), inputs)
+        inputs[frozen].requires_grad_(False)
+        bias_gelu(*inputs).square().sum().backward()
+        assert inputs[frozen].grad is None
+        assert torch.equal(inputs[1 - frozen].grad, full[1 - frozen])
+
+
+def test_threads_do_not_change_the_result() -> None:
+    inputs, before, results = case((3000, 65), BF16), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            y = bias_gelu(*inputs)
+            results.append((y, *torch.autograd.grad(y.float().square().sum(), inputs)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_saves_the_product_alone() -> None:
+    inputs, saved = case((64, 32), BF16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        bias_gelu(*inputs)
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in inputs]
+
+
+def test_compiles_without_a_graph_break() -> None:
+    compiled = torch.compile(bias_gelu, backend="aot_eager", fullgraph=True, dynamic=True)
+    check(compiled, case((5, 48), BF16))
+    check(compiled, case((9, 48), BF16))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("by", BY, indirect=True)
+def test_operators_are_well_formed(by: str) -> None:
+    torch.library.opcheck(module._forward_op, tuple(case((3, 16), FP32)))
+
+
+def test_shapes_without_numbers() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        inputs = case((4, 8), BF16)
+        bias_gelu(*inputs).sum().backward()
+    assert [t.grad.shape for t in inputs] == [t.shape for t in inputs]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(2, 4, dtype=torch.int64)}, "x is in torch.int64"),
+        ({"bias": torch.ones(4, dtype=torch.int64)}, "bias is in torch.int64"),
+        ({"bias": torch.ones(5)}, r"bias must have the shape \(4,\) on cpu, not \(5,\)"),
+        ({"x": torch.ones(2, 0)}, r"bias must have the shape \(0,\)"),
+        ({"bias": torch.ones(4, device="meta")}, "on meta"),
+        ({"x": torch.ones(2, 4, device="meta"), "bias": torch.ones(4, device="meta")}, "or on the CPU, not on meta"),
+    ],
+)
+def test_bad_input_is_named(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bias_gelu(**({"x": torch.ones(2, 4), "bias": torch.ones(4)} | change))
+
+
+MUTANTS = {
+    "none": ("db[i] += g", "db[i]  += g"),
+    "bias dropped": ("float density, h = widen_##TYPE(in[i]) + bias[i];", "float density, h = widen_##TYPE(in[i]);"),
+    "approximation by tanh": (
+        "return h < 0.0f ? tail : 1.0f - tail;",
+        "return 1.0f / (1.0f + __builtin_expf(-1.5957691216f * (h + 0.044715f * h * h * h)));",
+    ),
+    "tails swapped": ("h < 0.0f ? tail", "h > 0.0f ? tail"),
+    "a coefficient of the tail off in the fifth digit": ("0.7107068705f", "0.7107168705f"),
+    "a coefficient of the power off in the third digit": ("2.40226462e-1f", "2.41226462e-1f"),
+    "density without h": ("0.3989422804f * h, density", "0.3989422804f, density"),
+    "density forgotten": ("slope = TIMES_PLUS(0.3989422804f * h, density, slope);", "; "),
+    "sums of the last row only": ("db[i] += g", "db[i] = g"),
+    "rows skipped": ("r < rows * (c + 1) / chunks", "r + 1 < rows * (c + 1) / chunks"),
+}
+
+
+@pytest.mark.skipif(module.native() is None, reason="no C compiler on this machine")
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("tails swapped", BF16)])
+def test_check_finds_planted_faults_in_c(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
+    old, new = MUTANTS[name]
+    source = Path(module.__file__).with_suffix(".c").read_text()
+    assert source.count(old) == (2 if name == "bias dropped" else 1), (
+        f"{old!r}: {source.count(old)} times in the kernel"
+    )
+    (tmp_path / "mutant.c").write_text(source.replace(old, new))
+    shutil.copy(Path(building.__file__).with_name("native.h"), tmp_path)
+    monkeypatch.setattr(building, "_folder", lambda: tmp_path)
+    library = ctypes.CDLL(str(building._build(tmp_path / "mutant.c", shutil.which("cc") or "gcc", ())))
+    module._declare(library)
+    monkeypatch.setattr(module, "native", lambda: library)
+    inputs = case((200, 25), dtype)
+    if name == "none":
+        return check(bias_gelu, inputs)
+    with pytest.raises(AssertionError):
+        check(bias_gelu, inputs)
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["_forward_kernel", "_backward_kernel"])
+@pytest.mark.parametrize("name", ["forward_kernel", "backward_kernel"])
 def test_compiles_for_a_gpu(name: str, dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert not spills(compiled(capability, name, dtype), tmp_path)
 
 
-@pytest.mark.parametrize(("name", "moved"), [("_forward_kernel", 4), ("_backward_kernel", 6)])
+@pytest.mark.parametrize(("name", "moved"), [("forward_kernel", 4), ("backward_kernel", 6)])
 def test_memory_is_what_it_waits_for(name: str, moved: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     code = compiled(90, name, torch.bfloat16, ("x_stride", "dy_stride", "width"))
-    assert instructions(code, tmp_path, rows_of_a_tile(name) * module._COLS) < time_for(moved)
+    assert instructions(code, tmp_path, rows_of_a_tile(name) * cuda._COLS) < time_for(moved)
 
 
 def rows_of_a_tile(name: str) -> int:
-    return module._ROWS_FORWARD if name == "_forward_kernel" else module._ROWS_BACKWARD
+    return cuda._ROWS_FORWARD if name == "forward_kernel" else cuda._ROWS_BACKWARD
 
 
 def compiled(capability: int, name: str, dtype: torch.dtype, aligned: tuple[str, ...] = ()):
-    constants = {"ROWS": rows_of_a_tile(name), "COLS": module._COLS}
+    constants = {"ROWS": rows_of_a_tile(name), "COLS": cuda._COLS}
     dtypes = dict.fromkeys(("bias", "dbias"), torch.float32) | dict.fromkeys(("x", "y", "dx", "dy"), dtype)
-    return compile_for(capability, getattr(module, name), dtypes, constants, module._WARPS, aligned)
-
-
-def test_needs_a_gpu_and_says_so() -> None:
-    with pytest.raises(ValueError, match="needs a CUDA device, x is on cpu"):
-        bias_gelu(torch.ones(2, 4), torch.ones(4))
+    return compile_for(capability, getattr(cuda, name), dtypes, constants, cuda._WARPS, aligned)
 
 
 @pytest.mark.gpu
