@@ -250,6 +250,10 @@ def _norms(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
     weight, bias = stock.weight, stock.bias
     one = both_ways(lambda: dropout_add_norm(x, residual, weight, bias, 0.1))
     yield Kernel(block, f"{block}: FusedDropoutAddNorm", one, bytes=fused)
+    before = torch.zeros(width, device=device, requires_grad=True)
+    leaves.append(before)
+    all_four = both_ways(lambda: dropout_add_norm(x, residual, weight, bias, 0.1, x_bias=before))
+    yield Kernel(block, f"bias + {block}: FusedDropoutAddNorm", all_four, bytes=fused)
 
     def in_bf16() -> torch.Tensor:
         with torch.autocast(device.type, enabled=False):  # which would compute the norm in float32 on CUDA

@@ -75,12 +75,15 @@ ENTRIES = {
         "ours: mlm/fastest": Entry("ours", "mlm/fastest", _MLM),
         "ours: memory/fp32 (BERT-large)": Entry("ours", "memory/fp32", _MEMORY),
         "ours: memory/leanest (BERT-large)": Entry("ours", "memory/leanest", _MEMORY),
-        # Whether the unmeasured parts of `fastest` pay: its block kernel beside Inductor, and its compiler.
+        # Whether the unmeasured parts of `fastest` pay: its block kernels beside Inductor, and its compiler.
         "ours: finetune/fastest, dropout + residual + norm by Inductor": Entry(
             "ours",
             "finetune/fastest",
             # Without it the stock norm would leave float32 behind, and twice the memory would be moved.
             (*_FINETUNE, "speedups.fused_dropout_add_norm=null", "speedups.low_precision_norm={}"),
+        ),
+        "ours: finetune/fastest, bias + GELU by Inductor": Entry(
+            "ours", "finetune/fastest", (*_FINETUNE, "speedups.fused_bias_gelu=null")
         ),
         "ours: finetune/fastest_eager": Entry("ours", "finetune/fastest_eager", _FINETUNE),
         # What its own kernels must beat in eager mode, or not be recommended.

@@ -46,8 +46,11 @@ def part_of_linear(layer: torch.nn.Linear, x: torch.Tensor, part: slice) -> torc
 
 
 def only_linear(layer: torch.nn.Module) -> bool:
-    """Whether calling `layer` is nothing but a matmul with its weight. A quantised weight is a tensor of other type."""
-    if type(layer) is not torch.nn.Linear or hooked(layer):
+    """Whether calling `layer` is nothing but a matmul with its weight. A quantised weight is a tensor of other type.
+
+    PyTorch's hooks for all modules at once do not count: where one matmul stands for several layers, they hear of none.
+    """
+    if type(layer) is not torch.nn.Linear or hooked(layer) or layer._compiled_call_impl is not None:
         return False
     parameters = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
     return all(type(p) in (torch.nn.Parameter, torch.Tensor) or shape_only(p) for p in parameters)

@@ -1,7 +1,7 @@
 """What the contract tests need to know about a speed-up beyond its name: an example of its use on a CPU.
 
 A new speed-up is held to the contract with its default arguments; it needs a line here only if it has required
-arguments, or does nothing to the default model.
+arguments, does nothing to the default model or to one with adapters in all linear layers, or has another dtype.
 """
 
 from __future__ import annotations

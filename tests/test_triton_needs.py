@@ -34,4 +34,5 @@ def test_an_old_gpu_a_missing_compiler_and_a_good_machine(key: str, a_gpu, monke
 
 def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
-    assert registry.build("fused_dropout_add_norm").unavailable(torch.device("cpu")) is None
+    for key in ("fused_dropout_add_norm", "fused_bias_gelu"):
+        assert registry.build(key).unavailable(torch.device("cpu")) is None

@@ -10,15 +10,17 @@ float32 and rounded once to the product's dtype; PyTorch rounds the bias to the 
 GELU. Phi is off by at most 7.5e-8 and what float32 rounds. The bias's gradient is the sum of unrounded terms in a fixed
 order: a run repeats bit for bit.
 
-**When it pays.** On CPUs a little: PyTorch's error function and exponential cost more there than these. On CUDA by
-arithmetic: 5 passes over the widest activations instead of 6, under `TorchCompile` as in eager mode, as Inductor sums
-up for the bias by itself; not measured yet.
+**When it pays.** On CPUs a little, as PyTorch's error function and exponential cost more than these: in bf16 4.6 ms
+where PyTorch takes 7.0, if its matrix product adds the bias for nothing, for 6,144 x 1,024, forward and backward
+(`benchmarks/results/2026-11-24_cpu_limits_3`). On CUDA by arithmetic: 5 passes over the widest activations instead of
+6, under `TorchCompile` as in eager mode, as Inductor sums up for the bias by itself; not measured yet.
 
 **Needs.** Intermediate layers that compute what BertIntermediate does, with the activation `gelu`: BERT, RoBERTa,
 XLM-R, CamemBERT, ELECTRA, MPNet, DeBERTa-v2, ViT and others, known by their code; and DistilBERT's feed-forward blocks.
-On CUDA the package triton; on the CPU a C compiler for speed: without one PyTorch's operations serve. Other activations
-(`gelu_new`, `relu`, ...) are left alone and counted. Layers that are no plain `nn.Linear`, and hooks on the linear
-layer or on its activation, take the model's own code.
+On CUDA the package triton; on the CPU float32 or bfloat16 and a C compiler: elsewhere PyTorch's GELU stays (the
+evidence says which kernel there is). Other activations (`gelu_new`, `relu`, ...) are left alone and counted. Layers
+that are no plain `nn.Linear`, as with an adapter, and hooks on the linear layer or on its activation, take the model's
+own code.
 
 Source: the fused bias + GELU of Megatron-LM and of NVIDIA's MLPerf BERT, there with the approximation by tanh.
 """
@@ -142,12 +144,20 @@ def _name(activation: object) -> str:
 def _activated(dense: torch.nn.Module, activation: Callable, x: torch.Tensor) -> torch.Tensor:
     """`activation(dense(x))`, by the kernel if nobody listens."""
     heard = isinstance(activation, torch.nn.Module) and hooked(activation)
-    if heard or not only_linear(dense) or dense.bias is None or not (_exact(activation) and plain(x)):
+    ours = only_linear(dense) and dense.bias is not None and _exact(activation) and plain(x)
+    if heard or not ours or not (torch.compiler.is_compiling() or _has_kernel(x)):
         return activation(dense(x))
     product = F.linear(x, dense.weight)
     if kernel.why_not(product, dense.bias) is not None:
-        return activation(product + dense.bias)
+        return activation(product + dense.bias.to(product.dtype))
     return kernel.bias_gelu(product, dense.bias)
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    """Whether the product of `x` has one. What the kernel means, in PyTorch's operations, is slower than GELU is."""
+    device = x.device.type
+    low = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return kernel.has_kernel(device, torch.get_autocast_dtype(device) if low else x.dtype)
 
 
 class _FusedIntermediate:

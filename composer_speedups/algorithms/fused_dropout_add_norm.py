@@ -12,18 +12,19 @@ autocast the result differs from PyTorch's by float32 rounding. Masks are those 
 is dropped, the scale is exact for it; keys come from PyTorch's generator of the device, so that seeds and gradient
 checkpointing repeat bit for bit. A dropped NaN or infinity becomes 0. Gradients are summed in a fixed order.
 
-**When it pays.** On the CPU in bf16: 1.5 ms where PyTorch takes 13.7, and `FastDropout` with `LowPrecisionNorm` 2.6,
-for 6,144 x 256, forward and backward (`benchmarks/results/2026-11-23_cpu_limits_2`); less in float32. On CUDA by
-arithmetic, in eager mode: 8 passes over the activations instead of 15, and 4 launches instead of 6 or more; not
-measured yet. Under `TorchCompile` Inductor fuses the forward pass as well, and launches these kernels itself on CUDA;
-what is saved there are the stored mask and the second pass for the gradients of weight and biases.
+**When it pays.** On the CPU in bf16: 2.6 ms where PyTorch takes 15.9, and `FastDropout` with `LowPrecisionNorm` 3.5,
+for 6,144 x 256, forward and backward, without the bias (`benchmarks/results/2026-11-24_cpu_limits_3`); less in float32.
+On CUDA by arithmetic, in eager mode: 8 passes over the activations instead of 16, and 4 launches instead of 6 or more;
+not measured yet. Under `TorchCompile` Inductor fuses the forward pass as well, and launches these kernels itself on
+CUDA; what is saved there are the stored mask and the second pass for the gradients of weight and biases.
 
 **Needs.** Blocks that compute what BertSelfOutput and BertOutput do: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA, MPNet,
 DeBERTa-v2 and others, known by their code and not by their names; and DistilBERT's, which drop nothing behind the
-attention. On CUDA the package triton and a width up to 8192; on the CPU a C compiler for speed: without one PyTorch's
-operations compute the same masks. Other devices are refused; tensor subclasses, hooks on a block's norm or dropout, and
-`torch.func` take the block's own code; a linear layer that somebody hooks or has replaced adds its bias itself. It
-takes the norms and dropouts of the blocks; `LowPrecisionNorm`, `FusedLayerNorm` and `FastDropout` take the others.
+attention (its projection adds its bias itself). On CUDA the package triton and a width up to 8192; on the CPU a C
+compiler for speed: without one PyTorch's operations compute the same masks. Other devices are refused; tensor
+subclasses, hooks on a block's norm or dropout, and `torch.func` take the block's own code; a linear layer that somebody
+hooks or has replaced adds its bias itself. It takes the norms and dropouts of the blocks; `LowPrecisionNorm`,
+`FusedLayerNorm` and `FastDropout` take the others.
 
 Source: dropout + add + LayerNorm of MosaicML's and NVIDIA's MLPerf BERT; the masks are counter-based, see FastDropout.
 """
@@ -199,7 +200,7 @@ def _end(
         x, residual = (t.to(torch.get_autocast_dtype(device)) for t in (x, residual))
     p = dropout.p if dropout is not None and dropout.training else 0.0
     if kernel.why_not(x, residual, norm.weight, norm.bias, p, x_bias) is not None:
-        x = x if x_bias is None else x + x_bias
+        x = x if x_bias is None else x + x_bias.to(x.dtype)
         return norm((x if dropout is None else dropout(x)) + residual)
     with torch.autocast(device, enabled=False):
         return kernel.dropout_add_norm(x, residual, norm.weight, norm.bias, p, norm.eps, x_bias)

@@ -5,16 +5,16 @@
 
 #define PARALLEL 8192 /* elements below which waking threads costs more than it saves */
 
-#ifdef __FMA__
+#if defined(__FMA__) || defined(__FP_FAST_FMAF)
 #define TIMES_PLUS(a, b, c) __builtin_fmaf(a, b, c)
 #else /* a call of a function that computes it bit by bit */
 #define TIMES_PLUS(a, b, c) ((a) * (b) + (c))
 #endif
 
-static inline float power_of_two(float x) { /* x <= 0; relative error below 1e-7 */
-  x = x < -126.0f ? -126.0f : x;
-  float whole = (x + 12582912.0f) - 12582912.0f; /* to the nearest integer: 1.5 * 2^23 */
-  float f = x - whole, y = 1.53458110e-4f;
+static inline float power_of_two(float x) { /* x <= 0; relative error below 1e-7, and 0 below 2^-126 */
+  float some = x < -126.0f ? -126.0f : x;
+  float whole = (some + 12582912.0f) - 12582912.0f; /* to the nearest integer: 1.5 * 2^23 */
+  float f = some - whole, y = 1.53458110e-4f;
   y = TIMES_PLUS(y, f, 1.33999309e-3f);
   y = TIMES_PLUS(y, f, 9.61848907e-3f);
   y = TIMES_PLUS(y, f, 5.55032864e-2f);
@@ -24,7 +24,7 @@ static inline float power_of_two(float x) { /* x <= 0; relative error below 1e-7
   uint32_t bits = (uint32_t)((int32_t)whole + 127) << 23;
   float power;
   memcpy(&power, &bits, sizeof power);
-  return y * power;
+  return x < -126.0f ? 0.0f : y * power;
 }
 
 /* Of the standard normal distribution P(X <= h); and exp(-h^2 / 2). */
@@ -69,7 +69,7 @@ static inline float below(float h, float *density) {
         const TYPE *d = dy + r * n, *in = x + r * n;                                                         \
         TYPE *out = dx + r * n;                                                                              \
         _Pragma("omp simd") for (int64_t i = 0; i < n; i++) {                                                \
-          float density, h = widen_##TYPE(in[i]) + bias[i];                                                  \
+          float density, h = bias[i] + widen_##TYPE(in[i]);                                                  \
           float slope = below(h, &density);                                                                  \
           slope = TIMES_PLUS(0.3989422804f * h, density, slope); /* 1 / sqrt(2 pi) */                        \
           float g = widen_##TYPE(d[i]) * slope;                                                              \

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import shape_only
 
-__all__ = ["bias_gelu", "native", "operators", "reference_bias_gelu", "why_not"]
+__all__ = ["bias_gelu", "has_kernel", "native", "operators", "reference_bias_gelu", "why_not"]
 
 _CHUNKS, _ROWS = 64, 16  # partial sums of the C kernel: at most so many, each of so many rows at least
 _CUDA = (torch.float32, torch.float16, torch.bfloat16)
@@ -78,6 +78,11 @@ def why_not(x: torch.Tensor, bias: torch.Tensor) -> str | None:
     if not (x.is_cuda or x.is_cpu):
         return f"x must be on a CUDA device or on the CPU, not on {x.device}"
     return None
+
+
+def has_kernel(device: str, dtype: torch.dtype) -> bool:
+    """Whether tensors on `cuda` or `cpu` have a kernel here, and not only what it means in PyTorch's operations."""
+    return dtype in _CUDA if device == "cuda" else dtype in _NAMES and native() is not None
 
 
 def _triton(x: torch.Tensor) -> ModuleType | None:

@@ -32,7 +32,7 @@ __all__ = ["bias_gelu_op", "dropout_add_norm_op"]
 
 def _operator(name: str, meaning: ModuleType, kernels: ModuleType) -> Callable:
     """The forward operator of `meaning`, whose `operators` make it, launching what `kernels` launch."""
-    sources = b"".join(Path(module.__file__).read_bytes() for module in (kernels, launch, layer_norm))
+    sources = b"".join(Path(module.__file__).read_bytes() for module in (meaning, kernels, launch, layer_norm))
 
     def forward(*arguments):
         return kernels.forward(*arguments, kernel=wrap_triton(kernels.forward_kernel))

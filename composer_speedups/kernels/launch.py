@@ -45,9 +45,9 @@ def tile_of(width: int, itemsize: int) -> dict[str, int]:
     These kernels wait for memory only if they have few instructions: in the time in which an H200 moves a byte at 4.8
     TB/s, its threads together have 6.2. By ptxas for sm_90, for each element in bf16 at a width of 768: LayerNorm 13
     forward and 19 backward, where there is time for 25 and 37; dropout + residual + LayerNorm 25 and 36, and with the
-    bias before it 26 and 41, where it is 37 and 62. With rows shared by all warps of a program the first three pairs
-    were 30 and 36, 57 and 72 (and no bias). Backward that is the loop over rows; what adds up a program's sums at its
-    end costs as much as two turns of it, or less.
+    bias before it 26 and 41, where it is 37 and 62. With rows shared by all warps of a program it was 30 and 36, 57 and
+    72 (without the bias). Backward that is the loop over rows; what adds up a program's sums at its end costs as much
+    as two turns of it, or less.
     """
     cols = triton.next_power_of_2(width)
     vector, held = (1, 16) if width % 16 else (16 // itemsize, 32)

@@ -27,7 +27,8 @@ __all__ = ["load"]
 
 log = logging.getLogger("composer_speedups")
 
-# No contraction to fused multiply-add: the kernels agree bit for bit with their meaning in PyTorch.
+# No contraction to fused multiply-add, but where a kernel asks for it: most agree bit for bit with their meaning in
+# PyTorch.
 _FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fPIC")
 _THREADS = (("-fopenmp",), ())  # tried in this order; without it a kernel runs on one thread
 _PATIENCE = 120  # seconds for a compiler on a busy machine

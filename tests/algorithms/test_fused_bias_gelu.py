@@ -87,7 +87,8 @@ def test_computes_in_the_autocast_dtype(tiny_bert: torch.nn.Module, dtype: torch
     x = torch.randn(3, 32)
     with torch.autocast("cpu", dtype):
         out = layer(x)
-    assert out.dtype == dtype and calls == [dtype]
+    assert out.dtype == dtype
+    assert calls == [dtype] * (dtype == torch.bfloat16), "of fp16 there is no kernel for CPUs: PyTorch's GELU stays"
     exact = F.gelu(F.linear(x.to(dtype).double(), layer.dense.weight.to(dtype).double(), layer.dense.bias.double()))
     # The product and the output are rounded, each by at most an eps of values up to 4 or so.
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=8 * torch.finfo(dtype).eps)
@@ -167,19 +168,58 @@ def test_a_device_without_kernels_is_refused(tiny_bert, monkeypatch) -> None:
         apply_fused_bias_gelu(tiny_bert)
 
 
-def test_without_a_compiler_pytorch_serves(tiny_bert, monkeypatch) -> None:
+def test_without_a_compiler_pytorch_serves(tiny_bert, monkeypatch, calls: list) -> None:
     stock = random_weights(tiny_bert).eval()
     changed = copy.deepcopy(stock)
     monkeypatch.setattr(kernel, "native", lambda: None)
     assert apply_fused_bias_gelu(changed) == 2
     check_model(changed, stock, padded_batch(rows=2, length=6))
+    assert calls == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_kernel_refuses_is_computed_as_ever(tiny_bert, dtype: torch.dtype, monkeypatch, calls: list) -> None:
+    layer, x = random_weights(tiny_bert).bert.encoder.layer[0].intermediate, torch.randn(3, 32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        expected = layer(x)
+        apply_fused_bias_gelu(tiny_bert)
+        monkeypatch.setattr(kernel, "why_not", lambda *arguments: "refused")
+        out = layer(x)
+    assert out.dtype == expected.dtype == dtype and calls == []
+    torch.testing.assert_close(out, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)  # values up to 8 or so
+
+
+def test_an_adapter_put_on_later_is_heard(tiny_bert, calls: list) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not on every machine that is lent")
+    stock = random_weights(tiny_bert).eval()
+    changed = copy.deepcopy(stock)
+    assert apply_fused_bias_gelu(changed) == 2
+    batch, wanted = padded_batch(rows=2, length=6), peft.LoraConfig(target_modules=["dense"], lora_dropout=0.0)
+    adapted = []
+    for model in (stock, changed):
+        with_adapters = peft.get_peft_model(model, wanted)
+        with torch.no_grad():
+            for name, p in with_adapters.named_parameters():
+                if "lora" in name:
+                    p.copy_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p))
+        adapted.append(with_adapters)
+    torch.testing.assert_close(adapted[1](**batch).logits, adapted[0](**batch).logits)
+    assert calls == []
+
+
+def test_under_torch_func_the_layer_takes_its_own_code(tiny_bert, calls: list) -> None:
+    layer, x = tiny_bert.bert.encoder.layer[0].intermediate, torch.randn(3, 32)
+    expected = layer(x)
+    apply_fused_bias_gelu(tiny_bert)
+    torch.testing.assert_close(torch.func.vmap(layer)(x), expected)
+    assert calls == []
 
 
 def distilbert() -> torch.nn.Module:
     config = transformers.DistilBertConfig(
         vocab_size=128, dim=32, n_layers=2, n_heads=2, hidden_dim=64, dropout=0.0, attention_dropout=0.0
     )
-    config.seq_classif_dropout = 0.0
+    config.seq_classif_dropout, config.num_labels = 0.0, 3
     return transformers.DistilBertForSequenceClassification(config)
 
 
@@ -194,6 +234,36 @@ def test_distilbert_matches_float64(ends: bool, calls: list) -> None:
     batch.pop("token_type_ids", None)
     check_model(changed, stock, batch)
     assert calls == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("heard", ["lin1", "activation"])
+def test_hooks_in_distilberts_block_are_called(heard: str, calls: list) -> None:
+    model, seen = distilbert().eval(), []
+    batch = padded_batch()
+    batch.pop("token_type_ids", None)
+    expected = model(**batch).logits
+    apply_fused_bias_gelu(model)
+    model.distilbert.transformer.layer[0].ffn.get_submodule(heard).register_forward_hook(lambda *_: seen.append(heard))
+    torch.testing.assert_close(model(**batch).logits, expected)
+    assert seen == [heard] and len(calls) == 1, "the other layer alone is fused"
+
+
+def test_distilberts_block_in_chunks_copies_and_one_of_ones_own(calls: list) -> None:
+    model = distilbert().eval()
+    batch = padded_batch()
+    batch.pop("token_type_ids", None)
+    expected = model(**batch).logits
+    first, second = (layer.ffn for layer in model.distilbert.transformer.layer)
+    first.ff_chunk = first.ff_chunk
+    assert apply_fused_bias_gelu(model) == 1, "one has a method of its own"
+    second.chunk_size_feed_forward = 4
+    torch.testing.assert_close(model(**batch).logits, expected)
+    chunks = len(calls)
+    assert chunks > 1
+    del first.ff_chunk
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(twin(**batch).logits, expected)
+    assert len(calls) == 3 * chunks
 
 
 def test_a_layer_changed_by_its_owner_is_left_alone(tiny_bert) -> None:
@@ -216,7 +286,7 @@ def test_warns_when_nothing_fits(make_trainer) -> None:
 
 
 @pytest.mark.gpu
-def test_trains_on_the_gpu(make_trainer) -> None:
+def test_trains_on_the_gpu(make_trainer, calls: list) -> None:
     algorithm = FusedBiasGELU()
     make_trainer([algorithm], device="gpu", precision="amp_fp16").fit()
-    assert algorithm.evidence["changed"] == 2
+    assert algorithm.evidence["changed"] == 2 and algorithm.evidence["kernel"] == "Triton" and calls

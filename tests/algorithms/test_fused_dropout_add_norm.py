@@ -218,6 +218,37 @@ def test_hooks_in_distilberts_layer_take_its_own_code(heard: str, calls: list) -
     assert seen == [first.get_submodule(heard)] and len(calls) == 2, "the other layer alone is fused"
 
 
+def test_a_hook_on_a_linear_layer_is_called_and_the_end_still_fused(calls: list) -> None:
+    for family, name in (
+        ("Bert", "bert.encoder.layer.0.output.dense"),
+        ("DistilBert", "distilbert.transformer.layer.0.ffn.lin2"),
+    ):
+        model, seen = bert(family=family).eval(), []
+        expected = model(**padded_batch()).logits
+        apply_fused_dropout_add_norm(model)
+        model.get_submodule(name).register_forward_hook(lambda m, _, out, seen=seen: seen.append(out))
+        calls.clear()
+        torch.testing.assert_close(model(**padded_batch()).logits, expected)
+        assert len(seen) == 1 and len(calls) == 4, family
+
+
+def test_what_the_kernel_refuses_is_computed_as_ever(monkeypatch) -> None:
+    """With the linear layer's bias, and in the dtype of its product."""
+    block = random_weights(bert()).bert.encoder.layer[0].output.eval()
+    hidden, residual = torch.randn(5, 64), torch.randn(5, 32)
+    for dtype in (torch.float32, torch.bfloat16):
+        low = torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
+        changed = copy.deepcopy(block)
+        with low:
+            expected = block(hidden, residual.to(dtype))
+            apply_fused_dropout_add_norm(changed)
+            with monkeypatch.context() as patch:
+                patch.setattr(kernel, "why_not", lambda *arguments: "refused")
+                out = changed(hidden, residual.to(dtype))
+        assert out.dtype == expected.dtype
+        torch.testing.assert_close(out, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)  # values up to 8 or so
+
+
 def test_what_distilberts_own_code_must_answer(calls: list) -> None:
     """Attention weights, and a feed-forward block in chunks."""
     model = bert(family="DistilBert").eval()

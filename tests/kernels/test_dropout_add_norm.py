@@ -254,10 +254,8 @@ MUTANTS = {
         "? (widen_##TYPE(x[i]) + x_bias[i]) * scale :",
         "? (widen_##TYPE(x[i])) * scale : x_bias[i] +",
     ),
-    "dx_bias of dresidual": (
-        "              h[i] = lanes[i] >= least ?",
-        "              float x_i = lanes[i] >= least ?",
-    ),
+    "dx_bias of dresidual": ("dxb[i] += h[i]", "dxb[i] += to_residual[i]"),
+    "dx_bias without the last row": ("if (dxb)                      ", "if (dxb && r + 1 < rows)      "),
     "dx_bias stored over": ("dxb[i] += h[i]", "dxb[i] = h[i]"),
     "variance forgotten in dz": ("- h[i] * by_variance", "- 0 * by_variance"),
     "mean forgotten in dz": ("- by_mean) * s;", "- 0 * by_mean) * s;"),
