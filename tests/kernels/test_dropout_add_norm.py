@@ -291,7 +291,7 @@ def test_check_finds_planted_faults_in_c(name: str, dtype: torch.dtype, tmp_path
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [64, 768, 769, 1024, 8192])
+@pytest.mark.parametrize("width", [64, 769, 8192])
 @pytest.mark.parametrize("name", ["forward_kernel", "backward_kernel"])
 def test_compiles_for_a_gpu(
     name: str, width: int, dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch
@@ -299,9 +299,18 @@ def test_compiles_for_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     aligned = () if width % 16 else STRIDES  # as Triton finds them, when it is called
     assert not spills(compiled(capability, name, width, dtype, False, aligned), tmp_path)
-    # A third sum for each element: in float32, and where several warps share a row, a few values have no register left.
-    spilled = spills(compiled(capability, name, width, dtype, True, aligned), tmp_path)
-    assert spilled <= (64 if width > 1024 or dtype == FP32 else 0)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("width", "dtype", "most"), [(768, BF16, 0), (1024, BF16, 0), (1024, FP32, 64), (8192, BF16, 64)]
+)
+def test_a_third_sum_finds_registers(
+    width: int, dtype: torch.dtype, most: int, capability: int, tmp_path: Path, monkeypatch
+) -> None:
+    """That for the bias of x. In float32, and where several warps share a row, a few values have no register left."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert spills(compiled(capability, "backward_kernel", width, dtype, True, STRIDES), tmp_path) <= most
 
 
 @pytest.mark.parametrize(("name", "moved"), [("forward_kernel", 6), ("backward_kernel", 10)])
