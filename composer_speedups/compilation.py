@@ -25,6 +25,7 @@ __all__ = [
     "compile_statistics",
     "compiler",
     "missing_for_triton",
+    "missing_kernel",
     "missing_tools",
     "prepare_inductor",
     "settle_compile_workers",
@@ -186,6 +187,17 @@ def missing_for_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "it needs the package triton, which is not installed; `pip install triton`"
     return missing_tools(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
+def missing_kernel(device: torch.device) -> str | None:
+    """Why a kernel with a CUDA side in Triton and a CPU side cannot run on `device`; None if it can.
+
+    >>> missing_kernel(torch.device("cpu")) is None
+    True
+    """
+    if device.type not in ("cuda", "cpu", "meta"):
+        return f"its kernels are for CUDA and for CPUs, and the run is on {device}; remove it"
+    return missing_for_triton() if device.type == "cuda" else None
 
 
 def missing_tools(device: torch.device) -> str | None:

@@ -35,7 +35,7 @@ from composer.core import State
 from composer.loggers import Logger
 from transformers.activations import GELUActivation
 
-from composer_speedups.compilation import missing_for_triton
+from composer_speedups.compilation import missing_kernel
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.joint_linear import only_linear
 from composer_speedups.kernels import bias_gelu as kernel
@@ -61,7 +61,7 @@ def apply_fused_bias_gelu(model: torch.nn.Module) -> int:
     """
     layers = [layer for layer, activation in _intermediates(model) if _exact(activation)]
     for device in {next(layer.parameters()).device for layer in layers}:
-        if (reason := _unavailable(device)) is not None:
+        if (reason := missing_kernel(device)) is not None:
             raise SpeedUpUnavailable(f"apply_fused_bias_gelu cannot be used here: {reason}")
     for layer in layers:
         mix_in(_FusedIntermediate if hasattr(layer, "dense") else _FusedFeedForward, layer)
@@ -81,7 +81,7 @@ class FusedBiasGELU(SpeedUp):
         pass
 
     def unavailable(self, device: torch.device) -> str | None:
-        return _unavailable(device)
+        return missing_kernel(device)
 
     def install(self, state: State, logger: Logger) -> None:
         others = [_name(activation) for _, activation in _intermediates(state.model) if not _exact(activation)]
@@ -91,12 +91,6 @@ class FusedBiasGELU(SpeedUp):
         if others:
             nothing = f"the activation is {', '.join(sorted(set(others)))}, and the kernel's is the exact gelu"
         self.report(logger, count, nothing, left_alone=len(others), kernel=by)
-
-
-def _unavailable(device: torch.device) -> str | None:
-    if device.type not in ("cuda", "cpu", "meta"):
-        return f"its kernels are for CUDA and for CPUs, and the run is on {device}; remove it"
-    return missing_for_triton() if device.type == "cuda" else None
 
 
 def _of_bert(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.compat import distilbert_attention, layer_result
-from composer_speedups.compilation import missing_for_triton
+from composer_speedups.compilation import missing_kernel
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.families import DISTILBERT, layers_of, stack_of
 from composer_speedups.joint_linear import only_linear
@@ -71,7 +71,7 @@ def apply_fused_dropout_add_norm(model: torch.nn.Module) -> int:
     for layer in (layer for m in model.modules() for layer in _layers_of_distilbert(m)):
         ends[layer] = (_FusedLayer, (layer.sa_layer_norm, layer.output_layer_norm), layer.ffn.dropout)
     for device in {norm.weight.device for _, norms, _ in ends.values() for norm in norms}:
-        if (reason := _unavailable(device)) is not None:
+        if (reason := missing_kernel(device)) is not None:
             raise SpeedUpUnavailable(f"apply_fused_dropout_add_norm cannot be used here: {reason}")
     for block, (mixin, norms, dropout) in ends.items():
         mix_in(mixin, block)
@@ -94,19 +94,13 @@ class FusedDropoutAddNorm(SpeedUp):
         pass
 
     def unavailable(self, device: torch.device) -> str | None:
-        return _unavailable(device)
+        return missing_kernel(device)
 
     def install(self, state: State, logger: Logger) -> None:
         count = apply_fused_dropout_add_norm(state.model)
         by = "Triton" if state.device._device.type == "cuda" else "C" if kernel.native() is not None else "PyTorch"
         nothing = "no block in the model ends in dense, dropout, LayerNorm(x + residual) as BERT's or DistilBERT's do"
         self.report(logger, count, nothing, kernel=by)
-
-
-def _unavailable(device: torch.device) -> str | None:
-    if device.type not in ("cuda", "cpu", "meta"):
-        return f"its kernels are for CUDA and for CPUs, and the run is on {device}; remove it"
-    return missing_for_triton() if device.type == "cuda" else None
 
 
 def _pattern(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:

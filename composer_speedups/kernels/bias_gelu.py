@@ -18,7 +18,6 @@ that is one which the compiler looks into and launches itself: `inductor_operato
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -28,13 +27,10 @@ from torch.autograd.function import once_differentiable
 
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import shape_only
+from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
 __all__ = ["bias_gelu", "has_kernel", "native", "operators", "reference_bias_gelu", "why_not"]
 
-_CHUNKS, _ROWS = 64, 16  # partial sums of the C kernel: at most so many, each of so many rows at least
-_CUDA = (torch.float32, torch.float16, torch.bfloat16)
-_CPU = (*_CUDA, torch.float64)
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -69,7 +65,7 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 def why_not(x: torch.Tensor, bias: torch.Tensor) -> str | None:
     """Why the kernels do not take these; None if they do."""
     width = x.shape[-1] if x.dim() else 0
-    dtypes = _CUDA if x.is_cuda else _CPU
+    dtypes = CUDA if x.is_cuda else CPU
     for name, tensor in (("x", x), ("bias", bias)):
         if tensor.dtype not in dtypes:
             return f"{name} is in {tensor.dtype}, and must be in one of {', '.join(map(str, dtypes))}"
@@ -82,22 +78,17 @@ def why_not(x: torch.Tensor, bias: torch.Tensor) -> str | None:
 
 def has_kernel(device: str, dtype: torch.dtype) -> bool:
     """Whether tensors on `cuda` or `cpu` have a kernel here, and not only what it means in PyTorch's operations."""
-    return dtype in _CUDA if device == "cuda" else dtype in _NAMES and native() is not None
+    return dtype in CUDA if device == "cuda" else dtype in NAMES and native() is not None
 
 
 def _triton(x: torch.Tensor) -> ModuleType | None:
-    """The CUDA kernels, if they serve `x`. Triton's interpreter stands in for the GPU in the tests."""
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return None
-    from composer_speedups.kernels import bias_gelu_triton as kernels
-
-    return kernels if x.is_cuda or (kernels.interpreted() and x.dtype in _CUDA) else None
+    return cuda_side("bias_gelu", x)
 
 
 def _forward(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     if (kernels := _triton(x)) is not None:
         return kernels.forward(x, bias)
-    if x.dtype in _NAMES and (library := native()) is not None:
+    if x.dtype in NAMES and (library := native()) is not None:
         return _native_forward(library, x, bias)
     return _torch_forward(x, bias)
 
@@ -106,7 +97,7 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[to
     """`dx` like `x`, and the bias's gradient, in float32 at least."""
     if (kernels := _triton(x)) is not None:
         return kernels.backward(dy, x, bias)
-    if x.dtype in _NAMES and (library := native()) is not None:
+    if x.dtype in NAMES and (library := native()) is not None:
         return _native_backward(library, dy, x, bias)
     return _torch_backward(dy, x, bias)
 
@@ -129,32 +120,28 @@ def native() -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    for name in _NAMES.values():
+    for name in NAMES.values():
         forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
         forward.argtypes, forward.restype = (*[_P] * 3, _N, _N, _I), None
         backward.argtypes, backward.restype = (*[_P] * 5, _N, _N, _N, _I), None
 
 
 def _native_forward(library, x, bias):
-    x, bias, width = x.contiguous(), _as_float(bias), x.shape[-1]
+    x, bias, width = x.contiguous(), as_float(bias), x.shape[-1]
     y = torch.empty_like(x)
-    call = getattr(library, f"forward_{_NAMES[x.dtype]}")
+    call = getattr(library, f"forward_{NAMES[x.dtype]}")
     call(x.data_ptr(), bias.data_ptr(), y.data_ptr(), x.numel() // width, width, torch.get_num_threads())
     return y
 
 
 def _native_backward(library, dy, x, bias):
-    dy, x, bias, width = dy.contiguous(), x.contiguous(), _as_float(bias), x.shape[-1]
+    dy, x, bias, width = dy.contiguous(), x.contiguous(), as_float(bias), x.shape[-1]
     rows = x.numel() // width
-    chunks = max(1, min(_CHUNKS, rows // _ROWS))
+    chunks = chunks_of(rows)
     dx, partial = torch.empty_like(x), x.new_empty((chunks, width), dtype=torch.float32)
-    call = getattr(library, f"backward_{_NAMES[x.dtype]}")
+    call = getattr(library, f"backward_{NAMES[x.dtype]}")
     call(*(t.data_ptr() for t in (dy, x, bias, dx, partial)), rows, width, chunks, torch.get_num_threads())
     return dx, partial.sum(0)
-
-
-def _as_float(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().float().contiguous()
 
 
 def _torch_forward(x, bias):

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from composer_speedups.kernels.launch import interpreted, on_device, processors, rows_of
+from composer_speedups.kernels.launch import interpreted, on_device, processors, programs_for, rows_of
 
 __all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "interpreted"]
 
@@ -108,11 +108,8 @@ def backward(
     rows, width = matrix.shape[0], int(matrix.shape[1])
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     columns = triton.cdiv(width, _COLS)
-    # Tiles over columns fill the device as well: 16 programs a processor in all, but 8 rows of programs at least. Two
-    # at least, as a compiler asks whether it is one, and compiles again where that changes. With no rows at all they
-    # have zeros to store.
-    most = max(8, 16 * processors(x.device) // columns)
-    programs = torch.sym_max(2, torch.sym_min(triton.cdiv(rows, _ROWS_BACKWARD), most))
+    # Tiles over columns fill the device as well: 16 programs a processor in all, but 8 rows of programs at least.
+    programs = programs_for(rows, _ROWS_BACKWARD, max(8, 16 * processors(x.device) // columns))
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
     with on_device(x.device):
         kernel[(programs, columns)](

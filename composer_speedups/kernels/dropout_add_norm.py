@@ -23,7 +23,6 @@ and launches itself: `inductor_operators.py`.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -34,15 +33,12 @@ from torch.autograd.function import once_differentiable
 from composer_speedups.kernels.fast_dropout import fast_dropout_mask, realised
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
+from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
 __all__ = ["dropout_add_norm", "native", "operators", "reference_dropout_add_norm", "why_not"]
 
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _MOST = 1 << 33  # elements that 2^32 different words of bits serve
-_CHUNKS, _ROWS = 64, 16  # partial sums of the C kernel: at most so many, each of so many rows at least
-_CUDA = (torch.float32, torch.float16, torch.bfloat16)
-_CPU = (*_CUDA, torch.float64)
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _P, _N, _W, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_int
 
 
@@ -123,7 +119,7 @@ def why_not(
             f"residual must be as x, {tuple(x.shape)} in {x.dtype} on {x.device}, not {tuple(residual.shape)} in "
             f"{residual.dtype} on {residual.device}"
         )
-    dtypes = _CUDA if x.is_cuda else _CPU
+    dtypes = CUDA if x.is_cuda else CPU
     parameters = [("weight", weight), ("bias", bias)] + ([] if x_bias is None else [("x_bias", x_bias)])
     for name, tensor in (("x", x), *parameters):
         if tensor.dtype not in dtypes:
@@ -138,19 +134,14 @@ def why_not(
 
 
 def _triton(x: torch.Tensor) -> ModuleType | None:
-    """The CUDA kernels, if they serve `x`. Triton's interpreter stands in for the GPU in the tests."""
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return None
-    from composer_speedups.kernels import dropout_add_norm_triton as kernels
-
-    return kernels if x.is_cuda or (kernels.interpreted() and x.dtype in _CUDA) else None
+    return cuda_side("dropout_add_norm", x)
 
 
 def _forward(x, residual, weight, bias, seeds, dropped: int, eps: float, x_bias=None):
     """The output, and mean and reciprocal deviation of each row, in float32 at least."""
     if (kernels := _triton(x)) is not None:
         return kernels.forward(x, residual, weight, bias, seeds, dropped, eps, x_bias)
-    if x.dtype in _NAMES and (library := native()) is not None:
+    if x.dtype in NAMES and (library := native()) is not None:
         return _native_forward(library, x, residual, weight, bias, seeds, dropped, eps, x_bias)
     return _torch_forward(x, residual, weight, bias, seeds, dropped, eps, x_bias)
 
@@ -160,7 +151,7 @@ def _backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=N
     `[3, width]` with that of `x_bias`, if there is one."""
     if (kernels := _triton(x)) is not None:
         return kernels.backward(dy, x, residual, weight, mean, rstd, seeds, dropped, x_bias)
-    if x.dtype in _NAMES and (library := native()) is not None:
+    if x.dtype in NAMES and (library := native()) is not None:
         return _native_backward(library, dy, x, residual, weight, mean, rstd, seeds, dropped, x_bias)
     return _torch_backward(dy, x, residual, weight, mean, rstd, seeds, dropped, x_bias)
 
@@ -187,44 +178,40 @@ def native() -> ctypes.CDLL | None:
 
 def _declare(library: ctypes.CDLL) -> None:
     draw = (_W, _W, ctypes.c_int32, _F)
-    for name in _NAMES.values():
+    for name in NAMES.values():
         forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
         forward.argtypes, forward.restype = (*[_P] * 8, _N, _N, *draw, _F, _I), None
         backward.argtypes, backward.restype = (*[_P] * 12, _N, _N, _N, *draw, _I), None
 
 
 def _native_forward(library, x, residual, weight, bias, seeds, dropped: int, eps: float, x_bias):
-    x, residual, weight, bias = x.contiguous(), residual.contiguous(), _as_float(weight), _as_float(bias)
+    x, residual, weight, bias = x.contiguous(), residual.contiguous(), as_float(weight), as_float(bias)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     y, mean = torch.empty_like(x), x.new_empty((rows,), dtype=torch.float32)
     rstd = torch.empty_like(mean)  # by itself: an operator's results must not share memory
     tensors = (x, _or_zeros(x_bias, width), residual, weight, bias, y, mean, rstd)
     pointers = (t.data_ptr() for t in tensors)
-    call = getattr(library, f"forward_{_NAMES[x.dtype]}")
+    call = getattr(library, f"forward_{NAMES[x.dtype]}")
     call(*pointers, rows, width, *_drawing(seeds, dropped), eps, torch.get_num_threads())
     return y, mean, rstd
 
 
 def _native_backward(library, dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias):
-    dy, x, residual, weight = dy.contiguous(), x.contiguous(), residual.contiguous(), _as_float(weight)
+    dy, x, residual, weight = dy.contiguous(), x.contiguous(), residual.contiguous(), as_float(weight)
     rows, width = mean.numel(), x.shape[-1]
-    chunks = max(1, min(_CHUNKS, rows // _ROWS))
+    chunks = chunks_of(rows)
     partial = x.new_empty((2 if x_bias is None else 3, chunks, width), dtype=torch.float32)
     dresidual = torch.empty_like(residual)
     dx = torch.empty_like(x) if dropped else x.new_empty(0)
     tensors = (dy, x, _or_zeros(x_bias, width), residual, weight, mean, rstd, dx, dresidual, *partial)
-    call = getattr(library, f"backward_{_NAMES[x.dtype]}")
+    call = getattr(library, f"backward_{NAMES[x.dtype]}")
     pointers = [t.data_ptr() for t in tensors] + [None] * (x_bias is None)
     call(*pointers, rows, width, chunks, *_drawing(seeds, dropped), torch.get_num_threads())
     return dx, dresidual, partial.sum(1)
 
 
 def _or_zeros(x_bias: torch.Tensor | None, width: int) -> torch.Tensor:
-    return torch.zeros(width, dtype=torch.float32, device="cpu") if x_bias is None else _as_float(x_bias)
-
-
-def _as_float(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().float().contiguous()
+    return torch.zeros(width, dtype=torch.float32, device="cpu") if x_bias is None else as_float(x_bias)
 
 
 def _drawing(seeds: torch.Tensor | None, dropped: int) -> tuple[int, int, int, float]:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from composer_speedups.kernels.launch import interpreted, most_programs, on_device, rows_of, tile_of
+from composer_speedups.kernels.launch import interpreted, most_programs, on_device, programs_for, rows_of, tile_of
 from composer_speedups.kernels.layer_norm import columns, load_for_each_row, normalise, through_norm
 
 __all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "interpreted"]
@@ -198,9 +198,7 @@ def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=No
     dx = torch.empty(x.shape if dropped else (0,), dtype=x.dtype, device=x.device)
     dresidual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tile = tile_of(width, x.element_size())
-    # Two at least, as a compiler asks whether it is one, and compiles again where that changes. With no rows at all
-    # they have zeros to store.
-    programs = torch.sym_max(2, torch.sym_min(triton.cdiv(rows, tile["ROWS"]), most_programs(tile, x.device)))
+    programs = programs_for(rows, tile["ROWS"], most_programs(tile, x.device))
     partial = torch.empty((2 if x_bias is None else 3, programs, width), dtype=torch.float32, device=x.device)
     with on_device(x.device):
         kernel[(programs,)](

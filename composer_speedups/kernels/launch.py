@@ -8,7 +8,7 @@ from functools import cache
 import torch
 import triton
 
-__all__ = ["DTYPES", "interpreted", "most_programs", "on_device", "processors", "rows_of", "tile_of"]
+__all__ = ["DTYPES", "interpreted", "most_programs", "on_device", "processors", "programs_for", "rows_of", "tile_of"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -65,6 +65,15 @@ def most_programs(tile: dict[str, int], device: torch.device) -> int:
         return 3  # interpreter: so few that they loop over rows
     together = _TOGETHER // (tile["ROWS"] * tile["CHUNKS"] * tile["BLOCK"])
     return max(1, min(together, 16)) * processors(device)
+
+
+def programs_for(rows: int, each: int, most: int) -> int:
+    """Programs of a backward kernel that takes `each` of `rows` at a time, and has partial sums to store.
+
+    Two at least, as a compiler asks whether it is one, and compiles again where that changes. With no rows at all they
+    have zeros to store.
+    """
+    return torch.sym_max(2, torch.sym_min(triton.cdiv(rows, each), most))
 
 
 @cache

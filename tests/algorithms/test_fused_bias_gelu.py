@@ -163,7 +163,7 @@ def test_missing_triton_names_the_remedy(monkeypatch) -> None:
 
 def test_a_device_without_kernels_is_refused(tiny_bert, monkeypatch) -> None:
     assert "its kernels are for CUDA and for CPUs" in FusedBiasGELU().unavailable(torch.device("mps"))
-    monkeypatch.setattr("composer_speedups.algorithms.fused_bias_gelu._unavailable", lambda device: "no kernel")
+    monkeypatch.setattr("composer_speedups.algorithms.fused_bias_gelu.missing_kernel", lambda device: "no kernel")
     with pytest.raises(SpeedUpUnavailable, match="apply_fused_bias_gelu cannot be used here: no kernel"):
         apply_fused_bias_gelu(tiny_bert)
 

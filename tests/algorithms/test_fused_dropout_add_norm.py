@@ -339,7 +339,7 @@ def test_refused_where_there_is_no_kernel(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install triton" in FusedDropoutAddNorm().unavailable(torch.device("cuda"))
     model = bert()
-    monkeypatch.setattr(module, "_unavailable", lambda device: "no kernel")
+    monkeypatch.setattr(module, "missing_kernel", lambda device: "no kernel")
     with pytest.raises(SpeedUpUnavailable, match="apply_fused_dropout_add_norm cannot be used here: no kernel"):
         apply_fused_dropout_add_norm(model)
     assert not any(isinstance(m, module._FusedEnd) for m in model.modules())

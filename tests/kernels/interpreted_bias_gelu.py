@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from bias_gelu_check import case, check
+from mutants import triton_mutant
 
 from composer_speedups.kernels import bias_gelu as module
 from composer_speedups.kernels import bias_gelu_triton as cuda
@@ -130,13 +130,7 @@ MUTANTS = {
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("tails swapped", BF16)])
 def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
-    old, new = MUTANTS[name]
-    source = Path(cuda.__file__).read_text()
-    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
-    (tmp_path / "mutant.py").write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("mutant", tmp_path / "mutant.py")
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
+    mutant = triton_mutant(cuda, *MUTANTS[name], tmp_path)
     monkeypatch.setattr(module, "_triton", lambda x: mutant)
     inputs = case((200, 300), dtype)
     if name == "none":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from layer_norm_check import EPS, case, check
+from mutants import triton_mutant
 
 from composer_speedups.kernels import layer_norm as module
 from composer_speedups.kernels.launch import DTYPES, interpreted
@@ -136,18 +136,6 @@ def test_operators_are_well_formed() -> None:
     torch.library.opcheck(module._forward_op, (x, None, None, EPS))
 
 
-def _mutant(old: str, new: str, folder: Path):
-    """The module with `old` replaced by `new` in the kernels' source."""
-    source = Path(module.__file__).read_text()
-    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
-    path = folder / "mutant.py"
-    path.write_text(source.replace(old, new).replace('"composer_speedups::', f'"mutant{abs(hash((old, new)))}::'))
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
-    return mutant.layer_norm
-
-
 MUTANTS = {
     "none": ("    if HAS_B:\n", "\n    if HAS_B:\n"),
     "bias dropped": ("HAS_B=bias is not None", "HAS_B=False"),
@@ -184,7 +172,7 @@ MUTANTS = {
     ids=str,
 )
 def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    mutant = _mutant(*MUTANTS[name], tmp_path)
+    mutant = triton_mutant(module, *MUTANTS[name], tmp_path).layer_norm
     inputs = case((200, 24), dtype)
     if name == "none":
         check(mutant, *inputs)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from bias_gelu_check import case, check
 from gpu_code import compile_for, instructions, spills, time_for
+from mutants import c_mutant
 
 from composer_speedups.kernels import bias_gelu as module
 from composer_speedups.kernels import bias_gelu_triton as cuda
-from composer_speedups.kernels import native as building
 from composer_speedups.kernels.bias_gelu import bias_gelu
 from composer_speedups.kernels.launch import DTYPES
 
@@ -169,15 +167,7 @@ MUTANTS = {
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("tails swapped", BF16)])
 def test_check_finds_planted_faults_in_c(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
-    old, new = MUTANTS[name]
-    source = Path(module.__file__).with_suffix(".c").read_text()
-    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
-    (tmp_path / "mutant.c").write_text(source.replace(old, new))
-    shutil.copy(Path(building.__file__).with_name("native.h"), tmp_path)
-    monkeypatch.setattr(building, "_folder", lambda: tmp_path)
-    library = ctypes.CDLL(str(building._build(tmp_path / "mutant.c", shutil.which("cc") or "gcc", ())))
-    module._declare(library)
-    monkeypatch.setattr(module, "native", lambda: library)
+    c_mutant(module, *MUTANTS[name], tmp_path, monkeypatch)
     inputs = case((200, 25), dtype)
     if name == "none":
         return check(bias_gelu, inputs)

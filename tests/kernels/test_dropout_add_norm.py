@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +10,12 @@ import pytest
 import torch
 from dropout_add_norm_check import EPS, case, check, kept
 from gpu_code import compile_for, instructions, spills, time_for
+from mutants import c_mutant
 from test_fast_dropout_kernel import check_bits
 from torch.utils.checkpoint import checkpoint
 
 from composer_speedups.kernels import dropout_add_norm as module
 from composer_speedups.kernels import dropout_add_norm_triton as cuda
-from composer_speedups.kernels import native as building
 from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
 from composer_speedups.kernels.launch import DTYPES, tile_of
 
@@ -270,15 +268,7 @@ MUTANTS = {
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("bias dropped", BF16)])
 def test_check_finds_planted_faults_in_c(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
-    old, new = MUTANTS[name]
-    source = Path(module.__file__).with_suffix(".c").read_text()
-    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
-    (tmp_path / "mutant.c").write_text(source.replace(old, new))
-    shutil.copy(Path(building.__file__).with_name("native.h"), tmp_path)
-    monkeypatch.setattr(building, "_folder", lambda: tmp_path)
-    library = ctypes.CDLL(str(building._build(tmp_path / "mutant.c", shutil.which("cc") or "gcc", ())))
-    module._declare(library)
-    monkeypatch.setattr(module, "native", lambda: library)
+    c_mutant(module, *MUTANTS[name], tmp_path, monkeypatch)
     inputs = case((200, 25), dtype, x_bias=FP32)
     if name == "none":
         return check(dropout_add_norm, inputs, 0.3)
