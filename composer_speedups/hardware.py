@@ -15,9 +15,9 @@ from typing import Any
 from composer_speedups import cgroup
 
 __all__ = [
-    "IDENTITY",
     "environment",
     "hardware",
+    "identity",
     "matmul_peak",
     "multiplies_bf16",
     "resident_memory",
@@ -40,7 +40,7 @@ _PACKAGES = (
     "composer_speedups",
 )
 # The facts of `environment` that two speeds must have in common to be compared.
-IDENTITY = ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "variables")
+_IDENTITY = ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "variables")
 # What changes speed or numerics. Their values are recorded, and nothing else of the user's environment.
 _VARIABLES = (
     "OMP_NUM_THREADS",
@@ -143,14 +143,30 @@ def environment() -> dict[str, Any]:
     return facts
 
 
+def _is_folder(variable: str) -> bool:
+    return variable.endswith("_DIR")
+
+
+def identity(facts: dict[str, Any]) -> dict[str, Any]:
+    """What of an environment two speeds must have in common to be compared.
+
+    Where a cache lies is no part of it: Inductor sets that variable itself as soon as something imports it.
+    """
+    found = {key: facts.get(key) for key in _IDENTITY}
+    if isinstance(found["variables"], dict):
+        found["variables"] = {k: v for k, v in found["variables"].items() if not _is_folder(k)}
+    return found
+
+
 def same_machine(one: dict[str, Any], other: dict[str, Any]) -> str:
     """The first thing that makes speeds measured in two environments incomparable; empty if there is none.
 
     >>> same_machine({"python": "3.11.9"}, {"python": "3.12.1"})
     'python 3.11.9 there, 3.12.1 here'
     """
-    for key in IDENTITY:
-        before, now = one.get(key), other.get(key)
+    there, here = identity(one), identity(other)
+    for key in _IDENTITY:
+        before, now = there[key], here[key]
         if before == now:
             continue
         if isinstance(before, dict) and isinstance(now, dict):
@@ -193,7 +209,7 @@ def summary(facts: dict[str, Any]) -> str:
         threads = facts.get("threads")
         machine = f"{cpu.get('model', 'CPU')}, {threads} thread{'' if threads == 1 else 's'}{size}, no GPU"
     # Where a cache lies is recorded, but says nothing to a reader of the line.
-    shown = {name: v for name, v in (facts.get("variables") or {}).items() if not name.endswith("_DIR")}
+    shown = {name: v for name, v in (facts.get("variables") or {}).items() if not _is_folder(name)}
     variables = "".join(f"; {name}={value}" for name, value in shown.items())
     return f"{machine}; {software}, Python {facts.get('python')}{variables}"
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -59,6 +62,25 @@ def test_other_machines_are_told_apart():
     other = facts | {"cpu": facts["cpu"] | {"model": "abacus"}}
     assert "abacus here" in hardware.same_machine(facts, other)
     assert hardware.same_machine(facts, facts | {"commit": {"id": "0" * 40, "clean": False}}) == ""
+    slower = facts | {"variables": facts["variables"] | {"ONEDNN_MAX_CPU_ISA": "SSE41"}}
+    assert hardware.same_machine(facts, slower) == "variables ONEDNN_MAX_CPU_ISA nothing there, SSE41 here"
+
+
+def test_that_inductor_was_imported_makes_no_other_machine():
+    """It puts the folder of its cache into the environment, whoever imports it."""
+    code = """
+import json
+from composer_speedups import hardware
+before = hardware.environment()
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+folder = cache_dir()
+after = hardware.environment()
+assert after["variables"]["TORCHINDUCTOR_CACHE_DIR"] == folder
+print(json.dumps([before["variables"].get("TORCHINDUCTOR_CACHE_DIR"), hardware.same_machine(before, after)]))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [None, ""]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="x86 and Linux tell")

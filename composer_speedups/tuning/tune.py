@@ -92,7 +92,7 @@ def tune(
         what = {
             "recipe": {k: v for k, v in recipe.to_dict().items() if k not in ("name", "description", "published")},
             "settings": {k: v for k, v in asdict(settings).items() if k != "timeout"},
-            "machine": {key: tries.facts.get(key) for key in hardware.IDENTITY},
+            "machine": hardware.identity(tries.facts),
         }
         record = Record(record_path(out), what)
         _check_again(out, overwrite, record)
