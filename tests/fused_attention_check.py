@@ -61,14 +61,18 @@ def seen(scores: torch.Tensor, window: int) -> torch.Tensor:
     return scores.masked_fill((places[:, None] - places).abs() > window, -math.inf)
 
 
+_OWN_MEMORY = "failed |= !memory;"
+
+
 def compiled(folder: Path, name: str, old: str = "", new: str = "", flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The library of the kernel `name`, with a fault planted."""
+    """The library of the kernel `name`, with a fault planted, and NaN in all memory of its own before it is written."""
     home = Path(building.__file__).parent
     source = (home / f"{name}.c").read_text()
     for header in home.glob("*.h"):  # a fault may be planted in what the kernels share, too
         text = header.read_text()
         if old and not source.count(old) and text.count(old) == 1:
             text, old, new = text.replace(old, new), "", ""
+        text = text.replace(_OWN_MEMORY, f"{_OWN_MEMORY} if (memory) memset(memory, 0xFF, (size_t)most);")
         (folder / header.name).write_text(text)
     assert not old or source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
     (folder / "mutant.c").write_text(source.replace(old, new) if old else source)

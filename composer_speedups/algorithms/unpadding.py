@@ -50,6 +50,7 @@ from composer_speedups.families import (
     reads_first,
     stack_of,
 )
+from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel
 from composer_speedups.packed_bert import pack_bert
 from composer_speedups.packed_distilbert import pack_distilbert
@@ -135,9 +136,9 @@ def _kernel(state: State) -> str:
             precision = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(str(state.precision.value))
             if torch.is_autocast_enabled(device.type):
                 precision = torch.get_autocast_dtype(device.type)
-            return attention_kernel(
-                torch.empty(0, 1, module.attention_head_size, device=device, dtype=precision or dtype)
-            )
+            queries = torch.empty(1, 1, module.attention_head_size, device=device, dtype=precision or dtype)
+            kernel = attention_kernel(queries)
+            return f"{kernel}: {served_by(queries)}" if kernel == "per sequence" else kernel
     return "none"
 
 

@@ -5,9 +5,10 @@ as in flash attention: products, softmax, dropout and their gradients follow eac
 heads of sequences are shared among threads with no Python between them. Results do not depend on the number of threads.
 As after all of PyTorch's own parallel operations, a process forked off later must not call it.
 
-bfloat16 needs AVX512-BF16 (`fused_attention_bf16.c`): operands of products are rounded to it, sums are float32, results
-are rounded once. Kept for backward are q, k, v, exp(score - largest) in bfloat16, signed by dropout, and a float for
-each row. float32 needs AVX2 or AVX-512 (`fused_attention_float32.c`) and keeps q, k, v and the signed probabilities.
+bfloat16 needs AMX (`fused_attention_amx.c`) or AVX512-BF16 (`fused_attention_bf16.c`); what both share, all but the
+products, is `fused_attention_bf16.h`. Operands of products are rounded to it, sums are float32, results are rounded
+once. Kept for backward are q, k, v, exp(score - largest) in bfloat16, signed by dropout, and a float for each row.
+float32 needs AVX2 or AVX-512 (`fused_attention_float32.c`) and keeps q, k, v and the signed probabilities.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import plain, shape_only
 
-__all__ = ["backward", "band", "forward", "native", "serves"]
+__all__ = ["FILES", "backward", "band", "forward", "instructions", "native", "serves", "usable"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -34,7 +35,10 @@ Saved = tuple[torch.Tensor, ...]
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _VECTOR = 16  # the width of a head is a multiple of it
 _FILL = {torch.bfloat16: 32, torch.float32: 16}  # to a multiple of it rows of probabilities are filled up with zeros
-_FILES = {torch.bfloat16: "fused_attention_bf16", torch.float32: "fused_attention_float32"}
+FILES = {  # and the instructions they use; the first one that can be used serves
+    torch.bfloat16: {"fused_attention_amx": "AMX", "fused_attention_bf16": "AVX512-BF16"},
+    torch.float32: {"fused_attention_float32": "AVX"},
+}
 
 
 class _Call(ctypes.Structure):
@@ -59,7 +63,7 @@ class _Call(ctypes.Structure):
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether these may be given to `forward`: of one such dtype, a width that is a multiple of 16, on such a CPU."""
-    wanted = q.dtype in _FILES and all(x.is_cpu and x.dtype == q.dtype and plain(x) for x in (q, k, v))
+    wanted = q.dtype in FILES and all(x.is_cpu and x.dtype == q.dtype and plain(x) for x in (q, k, v))
     return wanted and q.shape[-1] % _VECTOR == 0 and q.numel() > 0 and native(q.dtype) is not None
 
 
@@ -185,16 +189,27 @@ def _run(function, call: _Call) -> None:
 @cache
 def native(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The C functions, if this CPU has them and they agree with their meaning in PyTorch operations; None if not."""
-    library = load(_FILES[dtype])
-    if library is not None and not library.threaded and torch.get_num_threads() > 1:
-        log.info("kernel %s has one thread only: the separate passes, with more, serve instead", _FILES[dtype])
+    return next((library for name in FILES[dtype] if (library := usable(name, dtype)) is not None), None)
+
+
+def instructions(dtype: torch.dtype) -> str | None:
+    """Which ones `native` uses; None where nothing can be used."""
+    library = native(dtype) if dtype in FILES else None
+    return None if library is None else FILES[dtype][library.name]
+
+
+def usable(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The C functions of the file `name`, if this CPU has them and they agree; None, with the reason in the log."""
+    library = load(name)
+    if library is None or library.forward(ctypes.byref(_Call(threads=1))):  # nothing to do: 0 where they may run
         return None
-    if library is None or library.forward(ctypes.byref(_Call(threads=1))):  # nothing to do: 0 where they are compiled
+    if not library.threaded and torch.get_num_threads() > 1:
+        log.info("kernel %s has one thread only: the separate passes, with more, serve instead", name)
         return None
     with _disable_current_modes(), torch.no_grad():
         if agrees(library, dtype):
             return library
-    log.info("kernel %s does not agree with PyTorch: the separate passes serve instead", _FILES[dtype])
+    log.info("kernel %s does not agree with PyTorch: another, or the separate passes, serve instead", name)
     return None
 
 

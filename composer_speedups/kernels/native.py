@@ -38,8 +38,8 @@ _PATIENCE = 120  # seconds for a compiler on a busy machine
 def load(name: str) -> ctypes.CDLL | None:
     """The library made of `<name>.c` beside this file; None, with the reason in the log, where there is none.
 
-    Its attribute `threaded` says whether it was built with OpenMP: clang's, for one, asks for a runtime of its own,
-    which PyTorch has not loaded.
+    Its attribute `name` is this one, and `threaded` says whether it was built with OpenMP: clang's, for one, asks for a
+    runtime of its own, which PyTorch has not loaded.
 
     >>> load("no_such_kernel") is None
     True
@@ -52,7 +52,7 @@ def load(name: str) -> ctypes.CDLL | None:
     for threads in _THREADS:
         try:
             library = ctypes.CDLL(str(_build(source, compiler, threads)))
-            library.threaded = bool(threads)
+            library.name, library.threaded = name, bool(threads)
             return library
         except (OSError, subprocess.SubprocessError) as error:
             log.info("kernel %s: %s %s failed: %s", name, compiler, " ".join(threads), error)

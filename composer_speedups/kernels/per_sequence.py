@@ -28,7 +28,7 @@ from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, rea
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import shape_only
 
-__all__ = ["native", "per_sequence"]
+__all__ = ["native", "per_sequence", "served_by"]
 
 Keys = tuple[int, int]
 
@@ -67,6 +67,13 @@ def per_sequence(
     differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     lengths = queries.tolist(), keys.tolist()
     return _PerSequence.apply(q, k, v, *lengths, seeds, dropout_p, scale, window, differentiable)
+
+
+def served_by(q: torch.Tensor) -> str:
+    """What computes it for such queries, keys and values, in words."""
+    if fused.serves(q, q, q):
+        return f"C with {fused.instructions(q.dtype)}"
+    return "PyTorch's products, C between them" if native() is not None and q.dtype in _NAMES else "PyTorch"
 
 
 class _PerSequence(torch.autograd.Function):

@@ -25,6 +25,7 @@ from composer_speedups import (
 )
 from composer_speedups.errors import ConflictError
 from composer_speedups.joint_linear import joint_linear
+from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over
 
 ROWS, LENGTH = 6, 16
@@ -464,7 +465,7 @@ class TestTrainer:
         monkeypatch.setattr(packed_encoder, "counts_of", look)
         make_trainer([algorithm], device_train_microbatch_size=4).fit()
         assert algorithm.evidence["changed"] == 2
-        assert algorithm.evidence["kernel"] == "per sequence"
+        assert algorithm.evidence["kernel"] == f"per sequence: {served_by(torch.ones(1, 1, 8))}"
         assert algorithm.evidence["counted_on_host"]
         assert len(counted) == 8 and all(counted), "a count was made anew"
 

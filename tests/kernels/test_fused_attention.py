@@ -33,9 +33,15 @@ from composer_speedups.kernels import per_sequence as public
 from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 
 KERNELS = {
-    "bfloat16": (torch.bfloat16, ()),
-    "float32": (torch.float32, ()),
-    "float32 by AVX2": (torch.float32, ("-mno-avx512f",)),
+    "bfloat16 by AMX": (torch.bfloat16, "fused_attention_amx", ()),
+    "bfloat16 by AVX-512": (torch.bfloat16, "fused_attention_bf16", ()),
+    "float32": (torch.float32, "fused_attention_float32", ()),
+    "float32 by AVX2": (torch.float32, "fused_attention_float32", ("-mno-avx512f",)),
+}
+NEEDS = {  # what a CPU must have for each file
+    "fused_attention_amx": ("amx_tile", "amx_bf16", "avx512_bf16"),
+    "fused_attention_bf16": ("avx512_bf16",),
+    "fused_attention_float32": ("avx2", "fma"),
 }
 
 
@@ -43,10 +49,10 @@ KERNELS = {
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """Each kernel's, None where this CPU or a missing compiler does not let it be built."""
     found = {}
-    for name, (dtype, flags) in KERNELS.items():
-        found[name] = module.native(dtype)
+    for name, (dtype, file, flags) in KERNELS.items():
+        found[name] = module.usable(file, dtype)
         if flags and found[name] is not None:
-            found[name] = compiled(tmp_path_factory.mktemp("kernel"), module._FILES[dtype], flags=flags)
+            found[name] = compiled(tmp_path_factory.mktemp("kernel"), file, flags=flags)
     return found
 
 
@@ -66,12 +72,15 @@ def able(*names: str) -> bool:
     return all(name in flags for name in names)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "flags"), [(torch.bfloat16, ("avx512_bf16",)), (torch.float32, ("avx2", "fma"))], ids=str
-)
-def test_is_used_where_the_cpu_can(dtype: torch.dtype, flags: tuple[str, ...]) -> None:
-    expected = able(*flags) and building.load(module._FILES[dtype]) is not None
-    assert (module.native(dtype) is not None) == expected, "C and its meaning in PyTorch do not agree"
+@pytest.mark.parametrize("file", NEEDS)
+def test_is_used_where_the_cpu_can(file: str) -> None:
+    dtype = next(dtype for dtype, files in module.FILES.items() if file in files)
+    library = module.usable(file, dtype)
+    expected = able(*NEEDS[file]) and building.load(file) is not None
+    assert (library is not None) == expected, "C and its meaning in PyTorch do not agree"
+    if library is not None and file == next(iter(module.FILES[dtype])):
+        assert module.native(dtype) is library
+        assert public.served_by(torch.ones(1, 1, 16, dtype=dtype)) == f"C with {module.FILES[dtype][file]}"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +260,7 @@ def test_without_openmp_it_serves_one_thread_only(dtype: torch.dtype, threads: i
     """Several are better served by the separate passes, which share sequences out among them."""
     monkeypatch.undo()
     monkeypatch.setattr(building, "_THREADS", ((),))  # as a compiler without OpenMP ends up
-    library, before = building.load.__wrapped__(module._FILES[dtype]), torch.get_num_threads()
+    library, before = building.load.__wrapped__(list(module.FILES[dtype])[-1]), torch.get_num_threads()
     assert not library.threaded
     monkeypatch.setattr(module, "load", lambda name: library)
     torch.set_num_threads(threads)
@@ -316,22 +325,23 @@ def test_the_largest_score_wins_whatever_its_size(dtype: torch.dtype, size: floa
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fault", "without"),
+    ("file", "fault", "without"),
     [
-        (torch.bfloat16, ("bits >> (first & 1)", "bits >> 0"), ("-mno-avx512bf16",)),
-        (torch.float32, ("bits + odd", "bits"), ("-mno-avx2", "-mno-avx512f")),
+        ("fused_attention_amx", ("bits >> (first & 1)", "bits >> 0"), "-mno-amx-bf16"),
+        ("fused_attention_bf16", ("bits >> (first & 1)", "bits >> 0"), "-mno-avx512bf16"),
+        ("fused_attention_float32", ("bits + odd", "bits"), "-mno-avx2 -mno-avx512f"),
     ],
-    ids=str,
 )
 def test_a_library_that_differs_or_lacks_the_instructions_is_not_used(
-    dtype: torch.dtype, fault, without, tmp_path: Path, monkeypatch
+    file: str, fault: tuple[str, str], without: str, tmp_path: Path, monkeypatch
 ) -> None:
-    if module.native(dtype) is None:
+    dtype = next(dtype for dtype, files in module.FILES.items() if file in files)
+    if module.usable(file, dtype) is None:
         pytest.skip("no compiler, or a CPU without the instructions")
     found = [None]
-    for name, arguments in {"wrong": (*fault, ()), "lacking": ("", "", without)}.items():
+    for name, arguments in {"wrong": (*fault, ()), "lacking": ("", "", tuple(without.split()))}.items():
         (tmp_path / name).mkdir()
-        found.append(compiled(tmp_path / name, module._FILES[dtype], *arguments))
+        found.append(compiled(tmp_path / name, file, *arguments))
     for library in found:
         monkeypatch.setattr(module, "load", lambda name, library=library: library)
-        assert module.native.__wrapped__(dtype) is None
+        assert module.usable(file, dtype) is None and module.native.__wrapped__(dtype) is None

@@ -26,16 +26,23 @@ from composer_speedups.kernels import per_sequence as public
 from composer_speedups.kernels.fast_dropout import realised
 from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 
-KERNEL = "fused_attention_bf16"
-
-needs_cpu = pytest.mark.skipif(
-    module.native(torch.bfloat16) is None, reason="no compiler, or a CPU without AVX512-BF16"
-)
+AMX, AVX512 = module.FILES[torch.bfloat16]
+LIBRARIES = {file: module.usable(file, torch.bfloat16) for file in (AMX, AVX512)}
 
 
 @pytest.fixture(autouse=True)
 def _fixed_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public, "draw_keys", lambda: SEEDS)
+
+
+@pytest.fixture(params=LIBRARIES)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file of the kernel that serves, one after the other."""
+    library = LIBRARIES[request.param]
+    if library is None:
+        pytest.skip("no compiler, or a CPU without AVX512-BF16 or, for the other, AMX")
+    monkeypatch.setattr(module, "native", lambda dtype: library)
+    return request.param
 
 
 def expected(
@@ -97,28 +104,28 @@ def check(lengths=SAME, width: int = 64, p: float = P, window: int = -1) -> None
             assert share < 0.25, f"{name}: {share:.2f} of the variance that all largest errors would have"
 
 
-@needs_cpu
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("p", [0.0, P])
 @pytest.mark.parametrize("name", SHAPES)
 def test_errors_are_those_of_counted_roundings(name: str, p: float) -> None:
     check(SHAPES[name], p=p)
 
 
-@needs_cpu
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("p", [0.0, P])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(window: int, p: float) -> None:
     check(WINDOWS[window], p=p, window=window)
 
 
-@needs_cpu
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("width", [16, 32, 48, 80, 128, 144])
 def test_widths(width: int) -> None:
     assert module.serves(*inputs(SAME, width, torch.bfloat16)[:3])
     check(width=width)
 
 
-@needs_cpu
+@pytest.mark.usefixtures("kernel")
 def test_scores_of_any_size() -> None:
     check_far_scores(torch.bfloat16)
 
@@ -144,11 +151,8 @@ MUTANTS = {
     "keep forgotten in dv": ("factor[r] = inverse[r] * c->keep;", "factor[r] = inverse[r];"),
     "dot product without keep": ("* inverse[r] * keep);", "* inverse[r]);"),
     "last odd row of keys lost": ("i < 2 && r + i < rows", "i < 2 && r + 1 < rows"),
+    "last half vector of a width lost": ("below((width - c) / 2);", "below((width - c) / 2 - 4);"),
     "last odd row of queries lost": ("if (r < rows)\n      differentiate(1,", "if (r < 0)\n      differentiate(1,"),
-    "last rows of a tile lost": ("r < rows; r += ROWS", "r + ROWS <= rows; r += ROWS"),
-    "last odd pair lost": ("kept, wide * 2, 4, (m + 1) / 2, v", "kept, wide * 2, 4, m / 2, v"),
-    "blocks of queries not added up in dv": ("(rows + 1) / 2, g2, d, 16, add", "(rows + 1) / 2, g2, d, 16, 0"),
-    "blocks of queries not added up in dk": ("(rows + 1) / 2, q2, d, 16, add", "(rows + 1) / 2, q2, d, 16, 0"),
     "sums of a window not begun with zero": ("if (c->window >= 0) memset(dk", "if (c->window > 99) memset(dk"),
     "a block's keys from one vector too far on": ("row).from / FILL * FILL", "row).from / FILL * FILL + FILL"),
     "what forward leaves out not cleared": ("if (c->window < 0) return;", "return;"),
@@ -157,24 +161,54 @@ MUTANTS = {
     "scores in bfloat16": ("_mm512_fmsub_ps(_mm512_loadu_ps(s + i), one, top)",
                            "_mm512_fmsub_ps(widen((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(s + i))), one, top)"),
 }  # fmt: skip
+FAULTS = {  # what both kernels share is tried with one of them
+    AMX: {
+        "none": ("", ""),
+        "rows of a second tile lost": ("rows - r > 16", "rows - r > 31"),
+        "columns of a second tile lost": ("vectors - c > 1", "vectors - c > 2"),
+        "first columns for second ones": ("_tile_dpbf16ps(3, 5, 7)", "_tile_dpbf16ps(3, 5, 6)"),
+        "half of a depth lost": ("i < depth; i += 16", "i < depth; i += 32"),
+        "blocks of queries not added up": ("deep, b, wide, 16, add", "deep, b, wide, 16, 0"),
+        "rows that are not there are summed": ("r < up(rows, DEEP) / 2; r++", "r < 0; r++"),
+        "rows and columns not exchanged": ("      transpose(x);\n      UNROLL for", "      UNROLL for"),
+        "the last keys' gradients lost": ("i < 16 && k + i < keys", "i < 15 && k + i < keys"),
+    },
+    AVX512: {
+        **MUTANTS,
+        "last rows of a tile lost": ("r < rows; r += ROWS", "r + ROWS <= rows; r += ROWS"),
+        "blocks of queries not added up": ("(rows + 1) / 2, a, width, 16, add", "(rows + 1) / 2, a, width, 16, 0"),
+        "last odd pair lost in forward": ("up(m, DEEP) / 2, v", "m / 2, v"),
+        "last odd pair lost in backward": ("(rows + 1) / 2, a, width", "rows / 2, a, width"),
+    },
+}
 
 
-@needs_cpu
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("name", MUTANTS)
-def test_planted_faults_in_c_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = compiled(tmp_path, KERNEL, *MUTANTS[name])
+@pytest.mark.parametrize(("kernel", "name"), [(k, name) for k in FAULTS for name in FAULTS[k]], indirect=["kernel"])
+def test_planted_faults_in_c_are_found(kernel: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = compiled(tmp_path, kernel, *FAULTS[kernel][name])
     monkeypatch.setattr(module, "native", lambda dtype: library)
     if name == "none":
         assert module.agrees(library, torch.bfloat16)
-        return check()
+        for lengths in (SAME, ([53], [53])):
+            check(lengths, width=48)
+        return check(([53, 130],) * 2, width=48, window=20)
     with pytest.raises(AssertionError, match=r"of what may be|of the variance|far from zero"):
-        check(([35, 130], [35, 131]), width=48)
-        check(([35, 130],) * 2, width=48, window=20)
+        check(([53, 130], [53, 131]), width=48)
+        check(([53], [53]), width=48)  # nothing before it in the memory
+        check(([53, 130],) * 2, width=48, window=20)
         check_far_scores(torch.bfloat16)
     # The comparison before the first use is for a compiler's faults: not for the last digit or the farthest scores.
     if name not in ("scores in bfloat16", "tail of columns in the largest score"):
         assert not module.agrees(library, torch.bfloat16)
+
+
+@pytest.mark.skipif(None in LIBRARIES.values(), reason="no compiler, or a CPU without AMX")
+def test_where_the_system_lets_nobody_have_tiles_vectors_serve(tmp_path: Path, monkeypatch) -> None:
+    refused = compiled(tmp_path, AMX, "/* XFEATURE_XTILEDATA */) == 0", "/* XFEATURE_XTILEDATA */) != 0")
+    monkeypatch.setattr(module, "load", {AMX: refused, AVX512: LIBRARIES[AVX512]}.get)
+    assert module.usable(AMX, torch.bfloat16) is None
+    assert module.native.__wrapped__(torch.bfloat16) is LIBRARIES[AVX512]
 
 
 OVERRUNS = {
@@ -183,15 +217,14 @@ OVERRUNS = {
     "half a vector behind keys": ("__mmask16 some = below((width - c) / 2);", "__mmask16 some = 0xFFFF;"),
     "a row behind keys": ("i < 2 && r + i < rows", "i < 2"),
     "a pair of rows behind the scores": ("r + 1 < rows; r += 2", "r < rows + 1; r += 2"),
-    "less memory than is used": ("most * (d * 8 + wide * 10)", "most * (d * 8 + wide * 9)"),
+    "less memory than is used": ("d * 10 + wide * 10 + deep * 2", "d * 10 + wide * 9 + deep * 2"),
 }
 
 
-@needs_cpu
 @pytest.mark.parametrize("name", OVERRUNS)
-def test_no_memory_but_its_own_is_touched(name: str, tmp_path: Path) -> None:
+def test_no_memory_but_its_own_is_touched(kernel: str, name: str, tmp_path: Path) -> None:
     element = "(NUMBER)(0x3C00 + (i * 2654435761u >> 20 & 0x83FF))"
-    found = run_with_guards(tmp_path, KERNEL, OVERRUNS[name], element, module._FILL[torch.bfloat16])
+    found = run_with_guards(tmp_path, kernel, OVERRUNS[name], element, module._FILL[torch.bfloat16])
     if not found:
         pytest.skip("this compiler has no address sanitizer")
     assert found == "done" if name == "none" else "AddressSanitizer" in found, found
