@@ -18,7 +18,19 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import compiling, contenders, gpu, growth, harness, limits, peers, run, table, verdicts  # noqa: E402
+from benchmarks import (  # noqa: E402
+    compiling,
+    contenders,
+    gpu,
+    growth,
+    harness,
+    limits,
+    peers,
+    quality,
+    run,
+    table,
+    verdicts,
+)
 from composer_speedups import registry  # noqa: E402
 from composer_speedups.errors import UserError  # noqa: E402
 from composer_speedups.hardware import suite_section  # noqa: E402
@@ -324,6 +336,26 @@ def test_verdicts_are_counted_by_what_was_planted(tmp_path: Path) -> None:
     assert tenth[0] == "sleeps for 10% of a step" and tenth[4] == "no difference shown (1)"
     assert half[0] == "sleeps for 50% of a step" and half[4] == "slower (1)"
     assert wild[1:] == ["1", "", "", "no difference shown (1)", "unstable (1)"]
+
+
+# --- Quality against another study's baseline ---------------------------------------------------------------------
+
+
+def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("2026-11-23_cpu_quality_256_ten_seeds", "2026-11-22_cpu_quality_64_twelve_seeds"):
+        shutil.copytree(ROOT / "benchmarks" / "results" / name, tmp_path / name[15:])  # opening a store may write
+    ten, twelve = tmp_path / "quality_256_ten_seeds", tmp_path / "quality_64_twelve_seeds"
+    quality.main([str(ten), str(ten), "--confidence", "0.975"])
+    fastest = capsys.readouterr().out.splitlines()[-1]
+    assert "| cpu/fastest | 10 | 0.8662 | 0.2002 | 0.0025 (0.010) | 0.0094 (0.020) | quality holds |" in fastest
+    quality.main([str(twelve), str(twelve)])
+    assert "0.0016 (0.010) | 0.0153 (0.020) | quality holds |" in capsys.readouterr().out
+    with pytest.raises(UserError, match="cpu/fp32 has no run with a seed of the baseline: 300, 301"):
+        quality.compare(twelve, ten)
+    with pytest.raises(UserError, match=r"between 0\.5 and 1"):
+        quality.main([str(ten), str(ten), "--confidence", "95"])
+    with pytest.raises(UserError, match=r"runs\.sqlite is not there"):
+        quality.main([str(tmp_path), str(ten)])
 
 
 # --- Limits ------------------------------------------------------------------------------------------------------

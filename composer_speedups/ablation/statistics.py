@@ -31,6 +31,7 @@ from typing import Any
 __all__ = [
     "CONFIDENCE",
     "METRICS",
+    "QUALITY_CONFIDENCE",
     "Drift",
     "Margins",
     "Noise",
@@ -46,7 +47,7 @@ __all__ = [
 
 CONFIDENCE = 0.99  # of speeds and drift
 METRICS = {"eval_accuracy": "accuracy", "final_loss": "final loss"}  # what quality is judged by, in words
-_QUALITY = 0.95  # of non-inferiority, one-sided
+QUALITY_CONFIDENCE = 0.95  # of non-inferiority, one-sided
 _MEDIANS = 0.95  # of what was measured, without a claim
 _PRIOR = 6  # degrees of freedom that the study's noise counts for in each row, at most
 _RESAMPLES = 5000
@@ -227,8 +228,9 @@ def compare_quality(
     measured: Mapping[int, Mapping[str, Any]],
     baseline: Mapping[int, Mapping[str, Any]],
     margins: Margins | None = None,
+    confidence: float = QUALITY_CONFIDENCE,
 ) -> Quality:
-    """Non-inferiority: is every metric, with 95 % confidence, not worse than the baseline's by over its margin?
+    """Non-inferiority: is every metric, with this confidence, not worse than the baseline's by over its margin?
 
     Not judged where the baseline itself has hardly learnt: what stays at the loss of guessing is as good as that.
 
@@ -237,6 +239,7 @@ def compare_quality(
             `losses`, of each step.
         baseline: likewise.
         margins: what still counts as no loss of quality.
+        confidence: one-sided; a study's own is the default.
     """
     margins = margins or Margins()
     broken = [seed for seed, run in measured.items() if not run.get("finite", True)]
@@ -264,8 +267,8 @@ def compare_quality(
         margin = margins.accuracy if metric == "eval_accuracy" else relative
         differences = [sign * (m - b) for m, b in pairs]
         value = statistics.median(differences)
-        # One-sided: only being worse counts, so the bounds belong to 90 % two-sided.
-        low, high = _interval(differences, 2 * _QUALITY - 1) if len(differences) > 1 else (None, None)
+        # One-sided: only being worse counts, so bounds are those of a two-sided interval (90 % for 95).
+        low, high = _interval(differences, 2 * confidence - 1) if len(differences) > 1 else (None, None)
         worse_by[metric] = {"value": value, "high": high, "margin": margin}
         if low is None or high is None:
             open_.append(f"{METRICS[metric]} was measured with one seed only")
@@ -276,7 +279,7 @@ def compare_quality(
             elif high > margin:
                 open_.append(f"{METRICS[metric]} may be worse by up to {high:.4g}, margin {margin:.3g}")
                 gap = abs(margin - statistics.mean(differences))  # beyond the margin, more seeds would show the loss
-                needed.append(_seeds_needed(statistics.stdev(differences), gap, len(differences), 2 * _QUALITY - 1))
+                needed.append(_seeds_needed(statistics.stdev(differences), gap, len(differences), 2 * confidence - 1))
     if not worse_by:
         return Quality("not judged", None, "no quality was measured", {})
     if lost:

@@ -1,0 +1,89 @@
+"""Is a recipe's quality that of a baseline in another study? For baselines whose trainings take hours.
+
+    python -m benchmarks.quality benchmarks/results/2026-11-23_cpu_quality_256_ten_seeds my_study
+    python -m benchmarks.quality BASELINE MEASURED --confidence 0.975
+
+Folders hold the `runs.sqlite` of `composer-speedups ablate`. The first recipe of BASELINE is compared with each of
+MEASURED, seed by seed, as a study does it: worse by less than the margins, with that confidence? Speeds are not: the
+machine need not be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from composer_speedups.ablation.statistics import compare_quality
+from composer_speedups.ablation.store import Store
+from composer_speedups.errors import UserError
+
+__all__ = ["compare"]
+
+Results = dict[int, dict[str, Any]]  # by seed
+
+
+def compare(baseline: Path, measured: Path, confidence: float = 0.95) -> str:
+    """A table of medians and bounds, and the verdict on each recipe."""
+    (reference, expected), *_ = _results(baseline).items()
+    head = [
+        "recipe",
+        "seeds",
+        "accuracy",
+        "final loss",
+        "accuracy worse by at most",
+        "loss worse by at most",
+        "verdict",
+    ]
+    rows = [head, ["---"] * len(head)]
+    for recipe, results in _results(measured).items():
+        quality = compare_quality(results, expected, confidence=confidence)
+        both = sorted(results.keys() & expected.keys())
+        if not both:
+            have = [", ".join(map(str, sorted(x))) or "none" for x in (results, expected)]
+            raise UserError(f"{recipe} has no run with a seed of the baseline: {have[0]}, and there {have[1]}")
+        if len(rows) == 2:
+            rows.append([reference, str(len(both)), *_medians(expected, both), "", "", "baseline"])
+        bounds = [
+            f"{bound['high']:.4f} ({bound['margin']:.3f})" if (bound := quality.worse_by.get(key)) else "-"
+            for key in ("eval_accuracy", "final_loss")
+        ]
+        rows.append([recipe, str(len(both)), *_medians(results, both), *bounds, quality.verdict])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"Medians over seeds; bounds with {confidence:.1%} confidence, in brackets the margins.\n\n{table}"
+
+
+def _results(folder: Path) -> dict[str, Results]:
+    with Store(folder / "runs.sqlite", create=False) as store:
+        found: dict[str, Results] = {name: {} for name in store.recipes()}
+        for run in store.runs():
+            if run.status == "ok":
+                found[run.recipe][run.seed] = run.result
+    if not any(found.values()):
+        raise UserError(f"{folder} has no run that ended well")
+    return found
+
+
+def _medians(results: Results, seeds: list[int]) -> list[str]:
+    return [f"{statistics.median(results[s][key] for s in seeds):.4f}" for key in ("eval_accuracy", "final_loss")]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("baseline", type=Path, metavar="BASELINE", help="folder of the study with the baseline")
+    parser.add_argument("measured", type=Path, metavar="MEASURED", help="folder of the study with the recipes")
+    parser.add_argument("--confidence", type=float, default=0.95, help="of not being worse (default: 0.95)")
+    given = parser.parse_args(arguments)
+    if not 0.5 < given.confidence < 1:
+        raise UserError(f"--confidence {given.confidence:g} must lie between 0.5 and 1, such as 0.95")
+    print(compare(given.baseline, given.measured, given.confidence))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"error: {error}")
