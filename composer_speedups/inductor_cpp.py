@@ -3,7 +3,7 @@
 With an empty cache Inductor asks for each vector instruction set, by compiling a test that includes PyTorch's headers
 and loading it in a new Python process that imports PyTorch: seconds each, and half of them again in each later
 process. PyTorch itself has found out which instructions the CPU has; whether the compiler takes their flags is
-asked here with an empty file. (For AVX512-BF16, VNNI and AMX newer versions still probe.)
+asked here with an empty file. (AMX is still probed, and by newer versions AVX512-BF16 and VNNI, too.)
 
 Then each kernel is a C++ file of its own that begins with the same header, and most of its compilation is reading
 that header. GCC takes `name.h.gch` beside `name.h` if the flags agree, and ignores it if they do not; it is

@@ -84,16 +84,24 @@ def compiled(folder: Path, name: str, old: str = "", new: str = "", flags: tuple
     return library
 
 
-def run_with_guards(folder: Path, name: str, fault: tuple[str, str], element: str, fill: int, *flags: str) -> str:
+def run_with_guards(
+    folder: Path, name: str, fault: tuple[str, str], element: str, fill: int, *flags: str, apart: bool = False
+) -> str:
     """What the sanitizers say of both functions on arrays that end where a page begins that nobody may touch.
 
-    "" where this compiler has no sanitizer, "done" if they found nothing.
+    "" where this compiler has no sanitizer, "done" if they found nothing. With `apart` each part of a task's own memory
+    ends at such a page, too: sanitizers see neither what lies between parts of one array nor what tile instructions do.
     """
     compiler, checks = shutil.which("cc") or "gcc", ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     (folder / "empty.c").write_text("int main(void) { return 0; }")
     if subprocess.run([compiler, *checks, "empty.c"], cwd=folder, capture_output=True).returncode:
         return ""
     compiled(folder, name, *fault, flags=flags)
+    if apart:
+        header = folder / "fused_attention.h"
+        text = header.read_text()
+        assert text.count(_TAKEN) == 1
+        header.write_text(text.replace(_TAKEN, "extern char *apart(int64_t); char *here = apart(bytes);"))
     (folder / "harness.c").write_text(_HARNESS.replace("NUMBERS", element).replace("FILLED", str(fill)))
     build = [flag for flag in building._FLAGS if flag != "-O3"]
     subprocess.run([compiler, *build, *flags, "-g", *checks, "harness.c", "-o", "harness"], cwd=folder, check=True)
@@ -103,17 +111,22 @@ def run_with_guards(folder: Path, name: str, fault: tuple[str, str], element: st
     return done.stdout.strip() or done.stderr
 
 
+_TAKEN = "char *here = *memory;"
 # The sanitizer does not see masked loads: hence the pages.
 _HARNESS = """
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <sys/mman.h>
 #include "mutant.c"
-static NUMBER *numbers(int64_t n) {
-  int64_t bytes = n * (int64_t)sizeof(NUMBER), pages = (bytes + 4095) / 4096 * 4096;
+static char *ending_at_a_page(int64_t bytes) {
+  int64_t pages = (bytes + 4095) / 4096 * 4096;
   char *start = mmap(0, (size_t)pages + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mprotect(start + pages, 4096, PROT_NONE)) exit(4);
-  NUMBER *x = (NUMBER *)(start + pages - bytes);
+  return start + pages - bytes;
+}
+char *apart(int64_t bytes) { return memset(ending_at_a_page(up(bytes, 64)), 0xFF, (size_t)up(bytes, 64)); }
+static NUMBER *numbers(int64_t n) {
+  NUMBER *x = (NUMBER *)ending_at_a_page(n * (int64_t)sizeof(NUMBER));
   for (int64_t i = 0; i < n; i++) x[i] = NUMBERS;
   return x;
 }

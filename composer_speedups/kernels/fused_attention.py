@@ -201,7 +201,10 @@ def instructions(dtype: torch.dtype) -> str | None:
 def usable(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
     """The C functions of the file `name`, if this CPU has them and they agree; None, with the reason in the log."""
     library = load(name)
-    if library is None or library.forward(ctypes.byref(_Call(threads=1))):  # nothing to do: 0 where they may run
+    if library is None:
+        return None
+    if library.forward(ctypes.byref(_Call(threads=1))):  # nothing to do: 0 where it may run
+        log.info("kernel %s is not for this CPU, or the compiler or the system lacks what it needs", name)
         return None
     if not library.threaded and torch.get_num_threads() > 1:
         log.info("kernel %s has one thread only: the separate passes, with more, serve instead", name)

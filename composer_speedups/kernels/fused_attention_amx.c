@@ -1,29 +1,27 @@
 /* Attention over packed sequences in bfloat16, for CPUs with AMX (fused_attention_bf16.h has all but products).
 
    A tile register holds 16 rows of 64 bytes, and an instruction multiplies 16 x 32 by 32 x 16 elements: so blocks,
-   widths and sums are filled up to whole tiles, with zeros where they are summed. */
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
-    defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__linux__)
+   widths and sums are filled up to whole tiles, with zeros where they are summed. Of sequences of a few tokens most of
+   a tile is filling: there AVX512-BF16 would be quicker. */
+#if (defined(__AMX_TILE__) && defined(__AMX_BF16__)) || (defined(__AMXTILE__) && defined(__AMXBF16__)) /* old clang's */
+#define TILES
+#endif
+#if defined(TILES) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VL__) && defined(__linux__)
 #define _GNU_SOURCE
 #include <sys/syscall.h>
 #include <unistd.h>
 
+/* Whether the system lets this process, with all its threads, have tile registers: they must be asked for. */
+static int may_run(void) {
+  return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+}
+
+#define MAY_RUN may_run()
 #define FORWARD 32   /* query rows of a block: two tiles */
 #define BACKWARD 128 /* query rows of a block: their scores and gradients fit the L2 cache; a multiple of FORWARD */
 #define DEEP 32
-#define MAY_RUN may_run()
-static int may_run(void);
 #include "fused_attention_bf16.h"
-
-/* Whether the kernel lets this process have tile registers, which it must be asked for, once, by all its threads. */
-static int may_run(void) {
-  static int asked, granted;
-  if (!asked) {
-    granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
-    asked = 1;
-  }
-  return granted;
-}
 
 INLINE void begin(void) {
   static const struct {
@@ -36,18 +34,15 @@ INLINE void begin(void) {
 
 INLINE void end(void) { _tile_release(); }
 
-/* GCC's tile intrinsics do not say that they read memory: stores must not move behind them. */
-#define STORED __asm__ volatile("" ::: "memory")
-
 /* As `product`, for one or two tiles of rows and of columns: four of sums, and two of each factor. */
-INLINE void tiles(const int tall, const int broad, float *out, int64_t stride, const char *a, int64_t row,
+INLINE void block(const int tall, const int broad, float *out, int64_t stride, const char *a, int64_t row,
                   int64_t depth, const uint32_t *b, int64_t down, int64_t across, int add) {
-  float *below = out + 16 * stride;
+  float *lower = out + 16 * stride;
   if (add) {
     _tile_loadd(0, out, stride * 4);
     if (broad) _tile_loadd(1, out + 16, stride * 4);
-    if (tall) _tile_loadd(2, below, stride * 4);
-    if (tall && broad) _tile_loadd(3, below + 16, stride * 4);
+    if (tall) _tile_loadd(2, lower, stride * 4);
+    if (tall && broad) _tile_loadd(3, lower + 16, stride * 4);
   } else {
     _tile_zero(0);
     _tile_zero(1);
@@ -70,23 +65,22 @@ INLINE void tiles(const int tall, const int broad, float *out, int64_t stride, c
   }
   _tile_stored(0, out, stride * 4);
   if (broad) _tile_stored(1, out + 16, stride * 4);
-  if (tall) _tile_stored(2, below, stride * 4);
-  if (tall && broad) _tile_stored(3, below + 16, stride * 4);
+  if (tall) _tile_stored(2, lower, stride * 4);
+  if (tall && broad) _tile_stored(3, lower + 16, stride * 4);
 }
 
 static void product(float *out, int64_t stride, int64_t rows, int64_t vectors, const void *a, int64_t row,
                     int64_t depth, const uint32_t *b, int64_t down, int64_t across, int add) {
-  STORED;
+  __asm__ volatile("" ::: "memory"); /* GCC's loads of tiles do not say that they read it: no store may come later */
   for (int64_t c = 0; c < vectors; c += 2)
     for (int64_t r = 0; r < rows; r += 32) {
       float *to = out + r * stride + c * 16;
       const char *from = (const char *)a + r * row;
       const uint32_t *second = b + c * across;
 #define CASE(TALL, BROAD) \
-  case TALL * 2 + BROAD: tiles(TALL, BROAD, to, stride, from, row, depth, second, down, across, add); break;
+  case TALL * 2 + BROAD: block(TALL, BROAD, to, stride, from, row, depth, second, down, across, add); break;
       switch ((rows - r > 16) * 2 + (vectors - c > 1)) { CASE(0, 0) CASE(0, 1) CASE(1, 0) CASE(1, 1) }
     }
-  STORED;
 }
 
 /* A copy with whole tiles; rows that are not there stay as they are, and make sums that nobody reads. */
@@ -100,7 +94,8 @@ INLINE const uint16_t *first_factor(uint16_t *own, const uint16_t *x, int64_t st
   return own;
 }
 
-/* Kept as [width, keys]: a first factor has its sums along rows, and that of fewer rows is exchanged. */
+/* Kept as [width, keys], a' b: a first factor has the summed index along its rows, and `a` is the smaller one to be
+   transposed. */
 static void sum_rows(float *out, int64_t wide, int64_t from, int64_t n, const uint32_t *b, const uint32_t *a,
                      uint32_t *own, int64_t rows, int64_t width, int add) {
   const int64_t deep = up(rows, DEEP) / 2;

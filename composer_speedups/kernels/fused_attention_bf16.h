@@ -4,8 +4,9 @@
    want them; then come blocks of query rows, whose scores stay in the cache, in float32. What forward leaves for
    backward is exp(score - the row's largest), in bfloat16, and for each row the inverse of their sum.
 
-   The file that includes this says how many rows a block has (FORWARD and BACKWARD), to a multiple of what the summed
-   index of a product is filled up with zeros (DEEP, in elements), and has the functions that are declared below. */
+   The file that includes this says how many rows a block has (FORWARD and BACKWARD) and DEEP, to a multiple of which
+   the summed index of a product is filled up with zeros, and has the functions that are declared below. They may read
+   and write as many rows more as fill up a multiple of 16, if DEEP is no less: there is room for them. */
 #include "native.h"
 
 #define NUMBER uint16_t
@@ -88,8 +89,8 @@ static void pack_across(uint32_t *to, const uint16_t *x, int64_t stride, int64_t
     }
 }
 
-/* x [rows, width] -> [filled up rows / 2, width] words, pairs along the rows; rows that are not there are zero. Each row
-   is multiplied by its factor, if there are any, and rounded. */
+/* x [rows, width] -> [filled up rows / 2, width] words, pairs along the rows; rows that are not there are zero. Each
+   row is multiplied by its factor, if there are any, and rounded. */
 INLINE void pack_down(uint32_t *to, const uint16_t *x, int64_t stride, int64_t rows, int64_t width,
                       const float *factor) {
   for (int64_t r = 0; r < up(rows, DEEP); r += 2, to += width)

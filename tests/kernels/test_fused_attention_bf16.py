@@ -221,10 +221,30 @@ OVERRUNS = {
 }
 
 
-@pytest.mark.parametrize("name", OVERRUNS)
-def test_no_memory_but_its_own_is_touched(kernel: str, name: str, tmp_path: Path) -> None:
+APART = {  # found only where each part of a task's memory stands by itself
+    AMX: {
+        "none": ("", ""),
+        "always two tiles of rows": ("rows - r > 16", "rows - r > 0"),
+        "always two tiles of columns": ("vectors - c > 1", "vectors - c > 0"),
+        "room for too few rows": ("up(s->queries, DEEP) : BACKWARD", "up(s->queries, 2) : BACKWARD"),
+        "half a vector behind a row": ("below((width - c) / 2), x + r", "0xFFFF, x + r"),
+    },
+    AVX512: {"none": ("", "")},
+}
+ALL_OVERRUNS = [(k, name, fault, False) for k in APART for name, fault in OVERRUNS.items()]
+ALL_OVERRUNS += [(k, name, fault, True) for k, faults in APART.items() for name, fault in faults.items()]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "fault", "apart"),
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}{'-apart' * case[3]}") for case in ALL_OVERRUNS],
+    indirect=["kernel"],
+)
+def test_no_memory_but_its_own_is_touched(
+    kernel: str, name: str, fault: tuple[str, str], apart: bool, tmp_path: Path
+) -> None:
     element = "(NUMBER)(0x3C00 + (i * 2654435761u >> 20 & 0x83FF))"
-    found = run_with_guards(tmp_path, kernel, OVERRUNS[name], element, module._FILL[torch.bfloat16])
+    found = run_with_guards(tmp_path, kernel, fault, element, module._FILL[torch.bfloat16], apart=apart)
     if not found:
         pytest.skip("this compiler has no address sanitizer")
     assert found == "done" if name == "none" else "AddressSanitizer" in found, found
