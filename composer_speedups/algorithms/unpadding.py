@@ -20,7 +20,8 @@ completely and needs no knowledge of the model; with both the results are right,
 **Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions, or
 ModernBERT, which transformers 4.53 unpads itself where flash-attn is installed. It *is* the attention: it replaces
 `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash attention, of flash-attn if installed,
-or else PyTorch's own; in float32 attention alone is padded again. Masks may have holes (where no layer sees a window
+or else PyTorch's own; in float32 attention alone is padded again. On CPUs it is C, by AMX, AVX512-BF16, AVX-512 or AVX2
+as there are, and else PyTorch's products; a run's table tells which. Masks may have holes (where no layer sees a window
 only, as ModernBERT's do) or be on the left; only where a head reads the first position, and that is padding, the whole
 batch takes the stock forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks,
 `inputs_embeds` or masks that are not [rows, length], with a warning once for each reason. Question answering takes its

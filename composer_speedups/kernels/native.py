@@ -31,7 +31,7 @@ log = logging.getLogger("composer_speedups")
 # PyTorch.
 _FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fPIC")
 # GCC and clang use vectors of 256 bits even where there is AVX-512, if they are not asked for more: with 512, GELU was
-# 1.2 to 1.4 times as fast on a Xeon with AMX.
+# 1.3 times as fast on a Xeon (benchmarks/results/2026-11-24_cpu_amx_limits and ..._before).
 _WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
 _TRIES = (("-fopenmp", *_WIDE), ("-fopenmp",), ())  # in this order; without OpenMP a kernel runs on one thread
 _PATIENCE = 120  # seconds for a compiler on a busy machine
