@@ -3,7 +3,8 @@
 With an empty cache Inductor asks for each vector instruction set, by compiling a test that includes PyTorch's headers
 and loading it in a new Python process that imports PyTorch: seconds each, and half of them again in each later
 process. PyTorch itself has found out which instructions the CPU has; whether the compiler takes their flags is
-asked here with an empty file. (AMX is still probed, and by newer versions AVX512-BF16 and VNNI, too.)
+asked here with an empty file. What probes by itself (AMX, and in newer versions AVX512-BF16 and VNNI) only compiles its
+few lines here, which include nothing, and starts no process to load them.
 
 Then each kernel is a C++ file of its own that begins with the same header, and most of its compilation is reading
 that header. GCC takes `name.h.gch` beside `name.h` if the flags agree, and ignores it if they do not; it is
@@ -23,6 +24,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -69,6 +72,17 @@ def _trust_the_instructions() -> None:
         if subprocess.run(command, capture_output=True).returncode:
             return
     config.cpp.vec_isa_ok = True
+    with patch.object(cpu_vec_isa.VecISA, "check_build", _compiles):
+        for isa in found:
+            bool(isa)  # Inductor keeps the answer
+
+
+def _compiles(isa: Any, code: str) -> bool:
+    """`VecISA.check_build` without a process that loads what was built: PyTorch has asked the CPU before."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    command = [get_cpp_compiler(), *isa.build_arch_flags().split(), "-x", "c++", "-c", "-", "-o", "/dev/null"]
+    return subprocess.run(command, input=code.encode(), capture_output=True).returncode == 0
 
 
 def _precompile() -> threading.Thread | None:

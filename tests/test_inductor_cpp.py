@@ -79,8 +79,7 @@ def test_fewer_probes_the_same_instructions_and_the_precompiled_header(tmp_path:
     found = run(tmp_path / "spared", "compile", CXX=str(tool))
     assert (probed["ok"], found["ok"]) == (None, True)
     assert found["isa"] == probed["isa"]
-    left = "amx" in found["isa"]  # whose own probe, a short one, asks nobody
-    assert found["probes"] <= probed["probes"] / 2 and (found["probes"] == left or INDUCTOR_PRECOMPILES)
+    assert found["probes"] == 0 < probed["probes"]
     assert found["thread"] != INDUCTOR_PRECOMPILES
     assert not found["again"]
     if not INDUCTOR_PRECOMPILES:  # torch 2.8 and later do it themselves, and in their own place
