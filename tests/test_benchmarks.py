@@ -342,14 +342,24 @@ def test_verdicts_are_counted_by_what_was_planted(tmp_path: Path) -> None:
 
 
 def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("2026-11-23_cpu_quality_256_ten_seeds", "2026-11-22_cpu_quality_64_twelve_seeds"):
-        shutil.copytree(ROOT / "benchmarks" / "results" / name, tmp_path / name[15:])  # opening a store may write
-    ten, twelve = tmp_path / "quality_256_ten_seeds", tmp_path / "quality_64_twelve_seeds"
-    quality.main([str(ten), str(ten), "--confidence", "0.975"])
-    fastest = capsys.readouterr().out.splitlines()[-1]
-    assert "| cpu/fastest | 10 | 0.8662 | 0.2002 | 0.0025 (0.010) | 0.0094 (0.020) | quality holds |" in fastest
-    quality.main([str(twelve), str(twelve)])
-    assert "0.0016 (0.010) | 0.0153 (0.020) | quality holds |" in capsys.readouterr().out
+    folders = {
+        "ten": "2026-11-23_cpu_quality_256_ten_seeds",
+        "twelve": "2026-11-22_cpu_quality_64_twelve_seeds",
+        "later": "2026-11-24_cpu_amx_quality_256",
+    }
+    ten, twelve, later = (tmp_path / name for name in folders)
+    for name, folder in folders.items():
+        shutil.copytree(ROOT / "benchmarks" / "results" / folder, tmp_path / name)  # opening a store may write
+
+    def fastest(*arguments: object) -> str:
+        quality.main([*map(str, arguments)])
+        return capsys.readouterr().out.splitlines()[-1]
+
+    row = fastest(ten, ten, "--confidence", 0.975)
+    assert row == "| cpu/fastest | 10 | 0.8662 | 0.2002 | 0.0025 (0.010) | 0.0094 (0.020) | quality holds |"
+    row = fastest(ten, later, "--confidence", 0.975)
+    assert row == "| cpu/fastest | 10 | 0.8647 | 0.1960 | 0.0032 (0.010) | 0.0071 (0.020) | quality holds |"
+    assert "0.0016 (0.010) | 0.0153 (0.020) | quality holds |" in fastest(twelve, twelve)
     with pytest.raises(UserError, match="cpu/fp32 has no run with a seed of the baseline: 300, 301"):
         quality.compare(twelve, ten)
     with pytest.raises(UserError, match=r"between 0\.5 and 1"):
