@@ -10,7 +10,8 @@ Then each kernel is a C++ file of its own that begins with the same header, and 
 that header. GCC takes `name.h.gch` beside `name.h` if the flags agree, and ignores it if they do not; it is
 made in the background while the model is being prepared. From 2.8 on PyTorch precompiles by itself.
 
-The code that runs is the same. What it saves is in benchmarks/results/2026-11-21_cpu_compiling_2.
+The code that runs is the same. What it saves is in benchmarks/results/2026-11-22_cpu_compiling_3 and, with AMX,
+2026-11-24_cpu_amx_compiling.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ INLINE void tile(const int rows, const int columns, float *out, int64_t stride, 
 }
 
 /* As `tile`, for any number of rows and of vectors of columns. */
-static void tiles(float *out, int64_t stride, int64_t rows, int64_t vectors, const void *a, int64_t row,
-                    int64_t step, int64_t depth, const uint32_t *b, int64_t down, int64_t across, int add) {
+static void tiles(float *out, int64_t stride, int64_t rows, int64_t vectors, const void *a, int64_t row, int64_t step,
+                  int64_t depth, const uint32_t *b, int64_t down, int64_t across, int add) {
   for (int64_t c = 0; c < vectors; c += COLUMNS)
     for (int64_t r = 0; r < rows; r += ROWS) {
       int64_t height = rows - r < ROWS ? rows - r : ROWS, wide = vectors - c < COLUMNS ? vectors - c : COLUMNS;
