@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from composer_speedups.ablation.statistics import compare_quality
+from composer_speedups.ablation.statistics import QUALITY_CONFIDENCE, compare_quality
 from composer_speedups.ablation.store import Store
 from composer_speedups.errors import UserError
 
@@ -25,7 +25,7 @@ __all__ = ["compare"]
 Results = dict[int, dict[str, Any]]  # by seed
 
 
-def compare(baseline: Path, measured: Path, confidence: float = 0.95) -> str:
+def compare(baseline: Path, measured: Path, confidence: float = QUALITY_CONFIDENCE) -> str:
     """A table of medians and bounds, and the verdict on each recipe."""
     (reference, expected), *_ = _results(baseline).items()
     head = [
@@ -74,7 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("baseline", type=Path, metavar="BASELINE", help="folder of the study with the baseline")
     parser.add_argument("measured", type=Path, metavar="MEASURED", help="folder of the study with the recipes")
-    parser.add_argument("--confidence", type=float, default=0.95, help="of not being worse (default: 0.95)")
+    parser.add_argument(
+        "--confidence", type=float, default=QUALITY_CONFIDENCE, help="of not being worse (default: %(default)s)"
+    )
     given = parser.parse_args(arguments)
     if not 0.5 < given.confidence < 1:
         raise UserError(f"--confidence {given.confidence:g} must lie between 0.5 and 1, such as 0.95")

@@ -36,7 +36,6 @@ __all__ = ["prepare"]
 
 log = logging.getLogger("composer_speedups")
 
-_NOTHING = ("-x", "c++", "-c", "/dev/null", "-o", "/dev/null")
 _CAPABILITIES = {"AVX512": 512, "AVX2": 256}  # PyTorch's names: bits
 
 
@@ -59,7 +58,6 @@ def prepare() -> threading.Thread | None:
 def _trust_the_instructions() -> None:
     """Set Inductor's `cpp.vec_isa_ok` if PyTorch uses the widest instructions found and the compiler knows them all."""
     from torch._inductor import config, cpu_vec_isa
-    from torch._inductor.cpp_builder import get_cpp_compiler
 
     if config.cpp.vec_isa_ok is not None:  # also what the environment's TORCHINDUCTOR_VEC_ISA_OK says
         return
@@ -68,10 +66,8 @@ def _trust_the_instructions() -> None:
     widest = max((isa.bit_width() for isa in found), default=None)
     if widest is None or _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability()) != widest:
         return
-    for isa in found:
-        command = [get_cpp_compiler(), *isa.build_arch_flags().split(), *_NOTHING]
-        if subprocess.run(command, capture_output=True).returncode:
-            return
+    if not all(_compiles(isa, "") for isa in found):
+        return
     config.cpp.vec_isa_ok = True
     with patch.object(cpu_vec_isa.VecISA, "check_build", _compiles):
         for isa in found:

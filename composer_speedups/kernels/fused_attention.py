@@ -25,7 +25,7 @@ from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import plain, shape_only
 
-__all__ = ["FILES", "backward", "band", "forward", "instructions", "native", "serves", "usable"]
+__all__ = ["FILES", "backward", "band", "forward", "native", "serves", "usable"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -190,12 +190,6 @@ def _run(function, call: _Call) -> None:
 def native(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The C functions, if this CPU has them and they agree with their meaning in PyTorch operations; None if not."""
     return next((library for name in FILES[dtype] if (library := usable(name, dtype)) is not None), None)
-
-
-def instructions(dtype: torch.dtype) -> str | None:
-    """Which ones `native` uses; None where nothing can be used."""
-    library = native(dtype) if dtype in FILES else None
-    return None if library is None else FILES[dtype][library.name]
 
 
 def usable(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:

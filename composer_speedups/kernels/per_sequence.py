@@ -72,7 +72,7 @@ def per_sequence(
 def served_by(q: torch.Tensor) -> str:
     """What computes it for such queries, keys and values, in words."""
     if fused.serves(q, q, q):
-        return f"C with {fused.instructions(q.dtype)}"
+        return f"C with {fused.FILES[q.dtype][fused.native(q.dtype).name]}"
     return "PyTorch's products, C between them" if native() is not None and q.dtype in _NAMES else "PyTorch"
 
 

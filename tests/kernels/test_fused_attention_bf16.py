@@ -153,6 +153,8 @@ MUTANTS = {
     "last odd row of keys lost": ("i < 2 && r + i < rows", "i < 2 && r + 1 < rows"),
     "last half vector of a width lost": ("below((width - c) / 2);", "below((width - c) / 2 - 4);"),
     "last odd row of queries lost": ("if (r < rows)\n      differentiate(1,", "if (r < 0)\n      differentiate(1,"),
+    "blocks of queries not added up in dv": ("g2, own, rows, d, add", "g2, own, rows, d, 0"),
+    "blocks of queries not added up in dk": ("q2, own, rows, d, add", "q2, own, rows, d, 0"),
     "sums of a window not begun with zero": ("if (c->window >= 0) memset(dk", "if (c->window > 99) memset(dk"),
     "a block's keys from one vector too far on": ("row).from / FILL * FILL", "row).from / FILL * FILL + FILL"),
     "what forward leaves out not cleared": ("if (c->window < 0) return;", "return;"),
