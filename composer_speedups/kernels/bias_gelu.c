@@ -43,11 +43,13 @@ static inline float below(float h, float *density) {
 /* y [rows, n] */
 #define FORWARD(NAME, TYPE)                                                                                  \
   void NAME(const TYPE *x, const float *bias, TYPE *y, int64_t rows, int64_t n, int threads) {               \
+    const int64_t bytes = n * (int64_t)sizeof(TYPE);                                                         \
     (void)threads;                                                                                           \
     _Pragma("omp parallel for schedule(static) num_threads(threads) if (rows * n > PARALLEL)")               \
     for (int64_t r = 0; r < rows; r++) {                                                                     \
       const TYPE *in = x + r * n;                                                                            \
       TYPE *out = y + r * n;                                                                                 \
+      fetch(in, bytes, bytes);                                                                               \
       _Pragma("omp simd") for (int64_t i = 0; i < n; i++) {                                                  \
         float density, h = widen_##TYPE(in[i]) + bias[i];                                                    \
         out[i] = narrow_##TYPE(h * below(h, &density));                                                      \
@@ -60,6 +62,7 @@ static inline float below(float h, float *density) {
 #define BACKWARD(NAME, TYPE)                                                                                 \
   void NAME(const TYPE *dy, const TYPE *x, const float *bias, TYPE *dx, float *dbias, int64_t rows,          \
             int64_t n, int64_t chunks, int threads) {                                                        \
+    const int64_t bytes = n * (int64_t)sizeof(TYPE);                                                         \
     (void)threads;                                                                                           \
     _Pragma("omp parallel for schedule(static) num_threads(threads) if (rows * n > PARALLEL)")               \
     for (int64_t c = 0; c < chunks; c++) {                                                                   \
@@ -68,6 +71,7 @@ static inline float below(float h, float *density) {
       for (int64_t r = rows * c / chunks; r < rows * (c + 1) / chunks; r++) {                                \
         const TYPE *d = dy + r * n, *in = x + r * n;                                                         \
         TYPE *out = dx + r * n;                                                                              \
+        fetch(in, bytes, bytes), fetch(d, bytes, bytes);                                                     \
         _Pragma("omp simd") for (int64_t i = 0; i < n; i++) {                                                \
           float density, h = bias[i] + widen_##TYPE(in[i]);                                                  \
           float slope = below(h, &density);                                                                  \

@@ -7,6 +7,7 @@
 #include "native.h"
 
 #define PARALLEL 8192 /* elements below which waking threads costs more than it saves */
+#define AHEAD 2 /* rows by which reading goes ahead of computing */
 #define PER_COLUMN 8 /* bytes of a thread's own memory: a float, half a word and its lanes */
 
 /* z = dropout(x + x_bias) + residual, and its lanes for the mask; element 0 of the row is number `first` of the tensor. */
@@ -15,6 +16,8 @@
                                     const TYPE *residual, int64_t first, int64_t n, uint32_t k0,             \
                                     uint32_t k1, int32_t least, float scale) {                               \
     int16_t *lanes = (int16_t *)(words + n / 2 + 2);                                                         \
+    const int64_t bytes = n * (int64_t)sizeof(TYPE);                                                         \
+    fetch(x, AHEAD * bytes, bytes), fetch(residual, AHEAD * bytes, bytes);                                   \
     if (least == INT16_MIN) {                                                                                \
       for (int64_t i = 0; i < n; i++) z[i] = widen_##TYPE(x[i]) + x_bias[i] + widen_##TYPE(residual[i]);     \
       return lanes;                                                                                          \
@@ -67,6 +70,7 @@ SUM(uint16_t)
             const float *mean, const float *rstd, TYPE *dx, TYPE *dresidual, float *dweight, float *dbias,   \
             float *dx_bias, int64_t rows, int64_t n, int64_t chunks, uint32_t k0, uint32_t k1,               \
             int32_t least, float scale, int threads) {                                                       \
+    const int64_t bytes = n * (int64_t)sizeof(TYPE);                                                         \
     (void)threads;                                                                                           \
     _Pragma("omp parallel num_threads(threads) if (rows * n > PARALLEL)") {                                  \
       float *h = malloc((size_t)n * PER_COLUMN + 64);                                                        \
@@ -77,6 +81,7 @@ SUM(uint16_t)
         if (dxb) memset(dxb, 0, (size_t)n * sizeof *dxb);                                                    \
         for (int64_t r = rows * c / chunks; r < rows * (c + 1) / chunks; r++) {                              \
           const TYPE *d = dy + r * n;                                                                        \
+          fetch(d, AHEAD * bytes, bytes);                                                                    \
           TYPE *to_x = dx + r * n, *to_residual = dresidual + r * n;                                         \
           const int16_t *lanes = sum_##TYPE(h, (uint32_t *)(h + n), x + r * n, x_bias, residual + r * n,     \
                                             r * n, n, k0, k1, least, scale);                                 \

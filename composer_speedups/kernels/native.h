@@ -18,6 +18,12 @@ static inline void draw(int16_t *lanes, uint32_t *words, uint32_t first, int64_t
   memcpy(lanes, words, (size_t)count * sizeof *words);
 }
 
+/* What lies `ahead` bytes after `here`, and so many bytes of it, is wanted soon: without this, loops with much to compute
+   wait for memory that no cache holds any more. Nothing is read, so it may lie beyond the tensor's end. */
+static inline void fetch(const void *here, int64_t ahead, int64_t bytes) {
+  for (int64_t i = ahead; i < ahead + bytes; i += 64) __builtin_prefetch((const void *)((uintptr_t)here + (uintptr_t)i));
+}
+
 static inline float widen_uint16_t(uint16_t x) { /* a uint16_t holds a bfloat16 */
   uint32_t bits = (uint32_t)x << 16;
   float f;
