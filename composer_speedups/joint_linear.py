@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from composer_speedups.kernels.tensors import shape_only
+from composer_speedups.kernels.tensors import beside, plain, shape_only
 from composer_speedups.surgery import hooked
 
 __all__ = ["joint_linear", "only_linear", "part_of_linear"]
@@ -33,7 +33,22 @@ def joint_linear(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> tuple[to
     if not all(only_linear(m) and m.bias is not None for m in layers):
         return tuple(m(x) for m in layers)
     weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
-    return F.linear(x, weight, bias).split([m.out_features for m in layers], -1)
+    y, widths = F.linear(x, weight, bias), [m.out_features for m in layers]
+    in_place = y.is_cpu and y.requires_grad and not torch.compiler.is_compiling() and plain(y)
+    return _Parts.apply(y, widths) if in_place else y.split(widths, -1)
+
+
+class _Parts(torch.autograd.Function):
+    """`y.split(widths, -1)`, whose gradient is no copy where attention made it in one piece. On the CPU it does."""
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, widths: list[int]):
+        return y.split(widths, -1)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor):
+        # A gradient to be differentiated once more must know where it came from.
+        return (torch.cat(gradients, -1) if torch.is_grad_enabled() else beside(gradients)), None
 
 
 def part_of_linear(layer: torch.nn.Linear, x: torch.Tensor, part: slice) -> torch.Tensor:

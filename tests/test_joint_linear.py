@@ -1,24 +1,29 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups.joint_linear import joint_linear
+from composer_speedups.kernels import fused_attention
+from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 
 CLOSE = dict(rtol=1e-12, atol=1e-12)
 
 
-class Matmuls(TorchDispatchMode):
-    """Counts the matmuls within."""
+class Calls(TorchDispatchMode):
+    """Counts the calls of some operators within: matmuls, if nothing else is said."""
 
-    def __init__(self) -> None:
+    def __init__(self, *operators) -> None:
         super().__init__()
+        self.operators = operators or (torch.ops.aten.addmm, torch.ops.aten.mm)
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm)
+        self.count += func.overloadpacket in self.operators
         return func(*args, **(kwargs or {}))
 
 
@@ -33,7 +38,7 @@ def compare(linear: list[torch.nn.Module], matmuls: int, shape: tuple[int, ...] 
     expected = [m(x) for m in linear]
     gradients = [torch.randn_like(y) for y in expected]
     reference = torch.autograd.grad(expected, [x, *weights], gradients)
-    with Matmuls() as counted:
+    with Calls() as counted:
         found = joint_linear(linear, x)
         torch.testing.assert_close(list(found), expected, **CLOSE)
         torch.testing.assert_close(torch.autograd.grad(found, [x, *weights], gradients), reference, **CLOSE)
@@ -128,3 +133,53 @@ def test_mixed_precision_gives_what_the_layers_give() -> None:
     for one, other, reference in zip(apart, joint, exact, strict=True):
         assert other.dtype == torch.bfloat16
         assert (other - reference).abs().max() <= 1.01 * (one - reference).abs().max()
+
+
+def attended(x: torch.Tensor, projected: Sequence[torch.Tensor]) -> torch.Tensor:
+    lengths = Lengths.of([len(x)])
+    return varlen_attention(*(y.unflatten(-1, (2, 16)) for y in projected), lengths, lengths).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_attention_are_put_together_without_a_copy(dtype: torch.dtype) -> None:
+    if fused_attention.native(dtype) is None:
+        pytest.skip(f"no kernel of attention in {dtype} on this CPU")
+    linear = [torch.nn.Linear(6, 32, dtype=dtype) for _ in range(3)]
+    x = torch.randn(9, 6, dtype=dtype, requires_grad=True)
+    with Calls(torch.ops.aten.cat) as counted:
+        projected = joint_linear(linear, x)
+        counted.count = 0
+        attended(x, projected).sum().backward()
+    assert counted.count == 0
+    found = [x.grad, *(p.grad for m in linear for p in m.parameters())]
+    expected = torch.autograd.grad(
+        attended(x, [m(x) for m in linear]).sum(), [x, *(p for m in linear for p in m.parameters())]
+    )
+    allowed = 64 * torch.finfo(dtype).eps
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= allowed * other.abs().max().clamp(min=1)
+
+
+def test_somebody_else_who_reads_a_part_adds_to_its_gradient() -> None:
+    """Then the parts lie apart, and a copy it is."""
+    linear = [torch.nn.Linear(6, 32) for _ in range(3)]
+    x = torch.randn(9, 6, requires_grad=True)
+    gradients = []
+    for make in (joint_linear, lambda layers, x: [m(x) for m in layers]):
+        projected = make(linear, x)
+        loss = attended(x, projected).sum() + projected[0].sin().sum() + projected[2].square().sum()
+        gradients.append(torch.autograd.grad(loss, [x, *(p for m in linear for p in m.parameters())]))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_of_the_gradient() -> None:
+    linear, x = layers(), torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: joint_linear(linear, x), x)
+
+
+def test_transforms_of_functions() -> None:
+    linear, x = layers(), torch.randn(3, 6, dtype=torch.float64)
+    expected = torch.func.grad(lambda x: sum(m(x).sin().sum() for m in linear))(x)
+    found = torch.func.grad(lambda x: sum(y.sin().sum() for y in joint_linear(linear, x)))(x)
+    torch.testing.assert_close(found, expected, **CLOSE)

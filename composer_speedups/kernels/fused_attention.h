@@ -21,7 +21,8 @@ typedef struct {
   NUMBER *out;                                /* forward: [tokens, heads, width], or null: probabilities only */
   const NUMBER *gradient;                     /* backward: of `out` */
   int64_t g_token, g_head;
-  NUMBER *dq, *dk, *dv;                       /* backward: [tokens, heads, width] each */
+  NUMBER *dq, *dk, *dv;                       /* backward: [tokens, heads, width] each; heads lie beside each other */
+  int64_t dq_token, dk_token, dv_token;
 } Call;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -75,8 +76,9 @@ static int longest_first(const void *a, const void *b) {
 }
 
 /* Where keys or queries are missing nothing is computed, and what is asked for is zero. */
-static void clear(NUMBER *x, int64_t token, int64_t tokens, const Call *c) {
-  if (x) memset(x + token * c->heads * c->width, 0, (size_t)(tokens * c->heads * c->width) * sizeof *x);
+static void clear(NUMBER *x, int64_t stride, int64_t token, int64_t tokens, const Call *c) {
+  for (int64_t i = token; x && i < token + tokens; i++)
+    memset(x + i * stride, 0, (size_t)(c->heads * c->width) * sizeof *x);
 }
 
 /* `task` for every head of every sequence, with as much memory at 64 bytes as `memory_of` says; 0 if done. */
@@ -93,8 +95,8 @@ static int run(const Call *c, void (*task)(const Call *, const Span *, int64_t, 
       int64_t bytes = memory_of(c, queries, keys);
       most = bytes > most ? bytes : most;
     } else {
-      clear(c->out, query, queries, c), clear(c->dq, query, queries, c);
-      clear(c->dk, key, keys, c), clear(c->dv, key, keys, c);
+      clear(c->out, c->heads * c->width, query, queries, c), clear(c->dq, c->dq_token, query, queries, c);
+      clear(c->dk, c->dk_token, key, keys, c), clear(c->dv, c->dv_token, key, keys, c);
     }
     query += queries, key += keys, first += c->heads * queries * up(keys, FILL), row += c->heads * queries;
     k0 += (uint32_t)((scores + 1) / 2) * 0x9E3779B9u;

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
 from composer_speedups.kernels.native import load
-from composer_speedups.kernels.tensors import plain, shape_only
+from composer_speedups.kernels.tensors import empty_beside, plain, shape_only
 
 __all__ = ["FILES", "backward", "band", "forward", "native", "serves", "usable"]
 
@@ -58,6 +58,7 @@ class _Call(ctypes.Structure):
         ("gradient", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("g_token", "g_head")),
         *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv")),
+        *((f"{name}_token", ctypes.c_int64) for name in ("dq", "dk", "dv")),
     )
 
 
@@ -131,21 +132,28 @@ def backward(
     scale: float,
     window: int = -1,
     library: ctypes.CDLL | None = None,
+    together: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, from that of the output and what `forward` saved."""
+    """The gradients of q, k and v, from that of the output and what `forward` saved.
+
+    Where q, k and v are parts of one tensor their gradients are, too, if `together`: `tensors.beside` makes one of them
+    without a copy. An operator's results must not share memory.
+    """
     q, k, v, probabilities, inverse = saved
     call, alive = _call(q, k, v, queries, keys, dropout_p, scale, window)
-    gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    gradients = empty_beside(q, k, v) if together else [x.new_empty(x.shape) for x in (q, k, v)]
     if shape_only(q):
-        return gradients
+        return tuple(gradients)
     if gradient.shape != q.shape or gradient.dtype != q.dtype:
         raise ValueError(f"the gradient is {tuple(gradient.shape)} in {gradient.dtype}, and must be as q")
     gradient = _place(call, "gradient", "g", gradient)
     call.probabilities, call.inverse = probabilities.data_ptr(), inverse.data_ptr()
-    call.dq, call.dk, call.dv = (x.data_ptr() for x in gradients)
+    for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+        setattr(call, name, x.data_ptr())
+        setattr(call, f"{name}_token", x.stride(0))
     _run((library or native(q.dtype)).backward, call)
     del alive
-    return gradients
+    return tuple(gradients)
 
 
 def _call(

@@ -296,24 +296,26 @@ static void backward_task(const Call *c, const Span *s, int64_t head, char *memo
     if (up(m, 32) > up(m, 16))
       for (int64_t r = 0; r < rows; r++) _mm512_store_ps(dp + r * wide + up(m, 16), _mm512_setzero_ps());
     int64_t r = 0;
-    for (; r + 1 < rows; r += 2)
+    for (; r + 1 < rows; r += 2) {
+      fetch(p + r * wide, 4 * wide, 4 * wide);
       differentiate(2, p + r * wide, dp + r * wide, m, wide, inverse + r, c->scale, c->keep, ds + r * wide,
                     ds2 + r / 2 * wide, kept2 + r / 2 * wide);
+    }
     if (r < rows)
       differentiate(1, p + r * wide, dp + r * wide, m, wide, inverse + r, c->scale, c->keep, ds + r * wide,
                     ds2 + r / 2 * wide, kept2 + r / 2 * wide);
     for (r = (rows + 1) / 2; r < up(rows, DEEP) / 2; r++) /* rows that are not there */
       memset(ds2 + r * wide, 0, (size_t)wide * 4), memset(kept2 + r * wide, 0, (size_t)wide * 4);
     product(dq, d, rows, d / 16, ds, wide * 2, up(m, DEEP) / 2, k + range.from / 2 * d, d, 16, 0);
-    round_rows(c->dq + ((s->query + i) * c->heads + head) * d, c->heads * d, dq, rows, d, 0);
+    round_rows(c->dq + (s->query + i) * c->dq_token + head * d, c->dq_token, dq, rows, d, 0);
     for (r = 0; r < rows; r++) factor[r] = inverse[r] * c->keep;
     pack_down(g2, g, c->g_token, rows, d, factor);
     sum_rows(dv, wide, range.from, m, kept2, g2, own, rows, d, add);
     pack_down(q2, c->q + (s->query + i) * c->q_token + head * c->q_head, c->q_token, rows, d, 0);
     sum_rows(dk, wide, range.from, m, ds2, q2, own, rows, d, add);
   }
-  round_sums(c->dk + (s->key * c->heads + head) * d, c->heads * d, dk, wide, n, d);
-  round_sums(c->dv + (s->key * c->heads + head) * d, c->heads * d, dv, wide, n, d);
+  round_sums(c->dk + s->key * c->dk_token + head * d, c->dk_token, dk, wide, n, d);
+  round_sums(c->dv + s->key * c->dv_token + head * d, c->dv_token, dv, wide, n, d);
   end();
 }
 

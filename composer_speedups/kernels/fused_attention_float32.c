@@ -241,17 +241,19 @@ INLINE void differentiate(const float *p, float *x, float *kept, int64_t n, floa
 }
 
 static void backward_task(const Call *c, const Span *s, int64_t head, char *memory) {
-  const int64_t n = s->keys, wide = up(n, FILL), d = c->width, token = c->heads * d;
+  const int64_t n = s->keys, wide = up(n, FILL), d = c->width;
   const int64_t most = s->queries < BACKWARD ? s->queries : BACKWARD;
   float *v = take(&memory, wide * d * 4), *k = take(&memory, n * d * 4);
   float *q = take(&memory, most * d * 4), *g = take(&memory, most * d * 4);
   float *kept = take(&memory, most * wide * 4), *ds = take(&memory, most * wide * 4);
-  float *dq = c->dq + (s->query * c->heads + head) * d, *dk = c->dk + (s->key * c->heads + head) * d;
-  float *dv = c->dv + (s->key * c->heads + head) * d;
+  const int64_t dq_token = c->dq_token, dk_token = c->dk_token, dv_token = c->dv_token;
+  float *dq = c->dq + s->query * dq_token + head * d, *dk = c->dk + s->key * dk_token + head * d;
+  float *dv = c->dv + s->key * dv_token + head * d;
   turn(v, c->v + s->key * c->v_token + head * c->v_head, c->v_token, n, d);
   gather(k, c->k + s->key * c->k_token + head * c->k_head, c->k_token, n, d);
   if (c->window >= 0) /* no block of query rows sees all keys */
-    for (int64_t j = 0; j < n; j++) memset(dk + j * token, 0, (size_t)d * 4), memset(dv + j * token, 0, (size_t)d * 4);
+    for (int64_t j = 0; j < n; j++)
+      memset(dk + j * dk_token, 0, (size_t)d * 4), memset(dv + j * dv_token, 0, (size_t)d * 4);
   for (int64_t i = 0; i < s->queries; i += BACKWARD) {
     int64_t rows = s->queries - i < BACKWARD ? s->queries - i : BACKWARD;
     const Range range = seen_by(c, s, i, rows);
@@ -262,9 +264,9 @@ static void backward_task(const Call *c, const Span *s, int64_t head, char *memo
     product(ds, wide, rows, up(m, WIDE) / WIDE, g, d, 1, d, v + range.from * d, WIDE, d * WIDE, 0);
     for (int64_t r = 0; r < rows; r++)
       differentiate(p + r * wide, ds + r * wide, kept + r * wide, m, c->scale, c->keep);
-    product(dq + i * token, token, rows, d / WIDE, ds, wide, 1, m, k + range.from * d, d, WIDE, 0);
-    product(dv + range.from * token, token, m, d / WIDE, kept, 1, wide, rows, g, d, WIDE, add);
-    product(dk + range.from * token, token, m, d / WIDE, ds, 1, wide, rows, q, d, WIDE, add);
+    product(dq + i * dq_token, dq_token, rows, d / WIDE, ds, wide, 1, m, k + range.from * d, d, WIDE, 0);
+    product(dv + range.from * dv_token, dv_token, m, d / WIDE, kept, 1, wide, rows, g, d, WIDE, add);
+    product(dk + range.from * dk_token, dk_token, m, d / WIDE, ds, 1, wide, rows, q, d, WIDE, add);
   }
 }
 

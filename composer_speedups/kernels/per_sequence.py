@@ -115,7 +115,7 @@ class _PerSequence(torch.autograd.Function):
             queries, keys, dropout_p, scale = ctx.arguments
             gradients = _again(gradient, *ctx.saved_tensors, queries, keys, ctx.seeds, dropout_p, scale, ctx.window)
         elif ctx.whole:
-            gradients = fused.backward(gradient, ctx.saved_tensors, *ctx.arguments, ctx.window)
+            gradients = fused.backward(gradient, ctx.saved_tensors, *ctx.arguments, ctx.window, together=True)
         else:
             saved = iter(ctx.saved_tensors)
             blocks = list(zip(saved, saved, saved, saved, strict=True))

@@ -1,11 +1,15 @@
-"""Which tensors a kernel may take. Imported without Triton, too."""
+"""Which tensors a kernel may take, and which are parts of one. Imported without Triton, too."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["MAX_WIDTH", "plain", "shape_only"]
+__all__ = ["MAX_WIDTH", "beside", "empty_beside", "plain", "shape_only"]
 
 # Of the Triton kernels over rows: a whole row is held in registers, 32 elements in each of 256 threads.
 MAX_WIDTH = 8192
@@ -25,3 +29,51 @@ def plain(x: torch.Tensor) -> bool:
 def shape_only(x: torch.Tensor) -> bool:
     """Whether `x` has a shape and no numbers, as in a dry run that counts memory (`memory.predict`)."""
     return isinstance(x, FakeTensor)
+
+
+def beside(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`torch.cat(tensors, -1)`; no copy where they are the parts of one contiguous tensor already.
+
+    >>> whole = torch.arange(6).view(2, 3)
+    >>> beside(whole.split((1, 2), -1)).data_ptr() == whole.data_ptr()
+    True
+    """
+    first = tensors[0]
+    shape = (*first.shape[:-1], sum(x.shape[-1] for x in tensors))
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    fits = all(n == 1 or a == b for n, a, b in zip(first.shape, first.stride(), strides, strict=True))
+    if fits and all(_follows(a, b, 1) for a, b in pairwise(tensors)):
+        return first.as_strided(shape, strides)
+    return torch.cat(list(tensors), -1)
+
+
+def empty_beside(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Empty tensors of the same shapes, [tokens, heads, width]: parts of one tensor where `tensors` are such.
+
+    >>> q, k = torch.ones(5, 4, 2).chunk(2, 1)
+    >>> beside([x.flatten(1) for x in empty_beside(q, k)]).shape
+    torch.Size([5, 8])
+    """
+    groups = [[tensors[0]]]
+    for before, x in pairwise(tensors):
+        if _follows(before, x, 2):
+            groups[-1].append(x)
+        else:
+            groups.append([x])
+    found = []
+    for group in groups:
+        heads = [x.shape[1] for x in group]
+        found += group[0].new_empty(len(group[0]), sum(heads), group[0].shape[2]).split(heads, 1)
+    return found
+
+
+def _follows(before: torch.Tensor, x: torch.Tensor, dims: int) -> bool:
+    """Whether the last `dims` dimensions of `x` lie in memory where those of `before` end, everywhere."""
+    size = before.shape[-dims:]
+    return (
+        before.untyped_storage()._cdata == x.untyped_storage()._cdata
+        and (before.dtype, before.stride(), before.shape[:-dims]) == (x.dtype, x.stride(), x.shape[:-dims])
+        and before.shape[before.dim() - dims + 1 :] == x.shape[x.dim() - dims + 1 :]
+        and before.stride()[-dims:] == tuple(math.prod(size[i + 1 :]) for i in range(dims))
+        and before.storage_offset() + math.prod(size) == x.storage_offset()
+    )

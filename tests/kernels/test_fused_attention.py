@@ -143,6 +143,24 @@ def test_strides_change_nothing(dtype: torch.dtype, layout) -> None:
         assert torch.equal(x, y) and y.is_contiguous()
 
 
+@pytest.mark.parametrize(
+    "lengths, window", [(x, -1) for name, x in SHAPES.items() if name != "nothing"] + [(SAME, 20), ([[613]] * 2, 20)]
+)
+def test_gradients_beside_each_other_are_the_same(dtype: torch.dtype, lengths, window: int) -> None:
+    """Of k and v, or of all three, in rows of one tensor: nothing else is written, and what has no keys is zero."""
+    q, k, v, gradient = inputs(lengths, 48, dtype)
+    ways = [(q, k, v)]
+    if lengths[0] == lengths[1]:
+        ways.append(tuple(torch.cat([q, k, v], 1).chunk(3, 1)))
+    for tensors in ways:
+        saved = module.forward(*tensors, *lengths, SEEDS, P, SCALE, window=window)[1]
+        apart = module.backward(gradient, saved, *lengths, P, SCALE, window)
+        found = module.backward(gradient, saved, *lengths, P, SCALE, window, together=True)
+        assert all(map(torch.equal, apart, found))
+        assert found[1].untyped_storage()._cdata == found[2].untyped_storage()._cdata
+        assert len({x.untyped_storage()._cdata for x in apart}) == 3
+
+
 def test_gradient_of_one_number_for_all(dtype: torch.dtype) -> None:
     q, k, v, _ = (x.requires_grad_() for x in inputs(SAME, 16, dtype))
     lengths = list(map(Lengths.of, SAME))
