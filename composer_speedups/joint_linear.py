@@ -34,12 +34,12 @@ def joint_linear(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> tuple[to
         return tuple(m(x) for m in layers)
     weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
     y, widths = F.linear(x, weight, bias), [m.out_features for m in layers]
-    in_place = y.is_cpu and y.requires_grad and not torch.compiler.is_compiling() and plain(y)
-    return _Parts.apply(y, widths) if in_place else y.split(widths, -1)
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return _Parts.apply(y, widths) if y.is_cpu and y.requires_grad and plain(y) and not traced else y.split(widths, -1)
 
 
 class _Parts(torch.autograd.Function):
-    """`y.split(widths, -1)`, whose gradient is no copy where attention made it in one piece. On the CPU it does."""
+    """`y.split(widths, -1)`, whose gradient is no copy where attention makes it in one piece: its C kernels do."""
 
     @staticmethod
     def forward(ctx, y: torch.Tensor, widths: list[int]):

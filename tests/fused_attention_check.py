@@ -146,7 +146,7 @@ int main(void) {
               .window = all[i][3],
               .probabilities = aligned_alloc(64, (size_t)(heads * kept) * sizeof(NUMBER)),
               .inverse = malloc((size_t)(heads * (queries[1] + 3)) * 4)};
-    c.q_token = c.k_token = c.v_token = c.g_token = heads * d;
+    c.q_token = c.k_token = c.v_token = c.g_token = c.dq_token = c.dk_token = c.dv_token = heads * d;
     c.q_head = c.k_head = c.v_head = c.g_head = d;
     if (forward(&c) || backward(&c)) return 3;
   }

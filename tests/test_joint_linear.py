@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,8 +176,28 @@ def test_somebody_else_who_reads_a_part_adds_to_its_gradient() -> None:
 
 
 def test_a_gradient_of_the_gradient() -> None:
+    """Also where the parts' gradients are parts of one tensor: they must know of it."""
     linear, x = layers(), torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: joint_linear(linear, x), x)
+    assert torch.autograd.gradgradcheck(lambda x: torch.cat(joint_linear(linear, x), -1), x)
+
+
+def test_many_gradients_at_once() -> None:
+    linear, x = layers(), torch.randn(1, 6, dtype=torch.float64)
+    expected = torch.cat([m.weight for m in linear])[None, :, None]
+    found = torch.autograd.functional.jacobian(lambda x: torch.cat(joint_linear(linear, x), -1), x, vectorize=True)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_trace_can_be_saved(tmp_path: Path) -> None:
+    module = torch.nn.ModuleList(layers())
+    module.forward = lambda x: joint_linear(list(module), x)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in newer versions
+        torch.jit.trace(module, x).save(tmp_path / "traced.pt")
+        found = torch.jit.load(tmp_path / "traced.pt")(x)
+    torch.testing.assert_close(list(found), list(joint_linear(list(module), x)), **CLOSE)
 
 
 def test_transforms_of_functions() -> None:

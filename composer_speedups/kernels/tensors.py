@@ -71,8 +71,10 @@ def _follows(before: torch.Tensor, x: torch.Tensor, dims: int) -> bool:
     """Whether the last `dims` dimensions of `x` lie in memory where those of `before` end, everywhere."""
     size = before.shape[-dims:]
     return (
-        before.untyped_storage()._cdata == x.untyped_storage()._cdata
+        all(map(torch._C._has_storage, (before, x)))  # gradients in a batch of them have none
+        and before.untyped_storage()._cdata == x.untyped_storage()._cdata
         and (before.dtype, before.stride(), before.shape[:-dims]) == (x.dtype, x.stride(), x.shape[:-dims])
+        and (before.is_conj(), before.is_neg()) == (x.is_conj(), x.is_neg())  # memory is read otherwise
         and before.shape[before.dim() - dims + 1 :] == x.shape[x.dim() - dims + 1 :]
         and before.stride()[-dims:] == tuple(math.prod(size[i + 1 :]) for i in range(dims))
         and before.storage_offset() + math.prod(size) == x.storage_offset()

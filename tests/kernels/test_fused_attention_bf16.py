@@ -230,6 +230,7 @@ APART = {  # found only where each part of a task's memory stands by itself
         "always two tiles of columns": ("vectors - c > 1", "vectors - c > 0"),
         "room for too few rows": ("up(s->queries, DEEP) : BACKWARD", "up(s->queries, 2) : BACKWARD"),
         "half a vector behind a row": ("below((width - c) / 2), x + r", "0xFFFF, x + r"),
+        "rows behind the gradients": ("i < 16 && k + i < keys", "i < 16"),
     },
     AVX512: {"none": ("", "")},
 }

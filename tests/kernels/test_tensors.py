@@ -36,6 +36,9 @@ COPIED: dict[str, Callable[[], list[torch.Tensor]]] = {
     "columns are apart": lambda: list(torch.arange(120.0).view(5, 24)[:, ::2].chunk(2, -1)),
     "turned": lambda: list(torch.arange(60.0).view(12, 5).t().chunk(2, -1)),
     "one number for all": lambda: [torch.ones(1).expand(5, 6), torch.ones(1).expand(5, 6)],
+    "of two tensors": lambda: [whole()[:, :6], whole()[:, 6:]],
+    "one is conjugated": lambda: [(x := torch.randn(5, 12, dtype=torch.complex64))[:, :6].conj(), x[:, 6:]],
+    "one is negated": lambda: [torch._neg_view((x := whole())[:, :6]), x[:, 6:]],
     "separate": lambda: [torch.ones(5, 6), torch.zeros(5, 6)],
 }
 
@@ -69,6 +72,7 @@ def test_gradients_lie_as_what_they_are_of() -> None:
         ((alone, k, v), [0, 1, 1]),
         ((q.clone(), k.clone(), v.clone()), [0, 1, 2]),
         ((q, v, k), [0, 1, 2]),
+        ((q, heads(whole(), 3)[1], v), [0, 1, 2]),
         ((q, k, v.transpose(0, 1).contiguous().transpose(0, 1)), [0, 0, 1]),
     ):
         found = empty_beside(*given)
