@@ -141,9 +141,9 @@ def backward(
     """
     q, k, v, probabilities, inverse = saved
     call, alive = _call(q, k, v, queries, keys, dropout_p, scale, window)
-    gradients = empty_beside(q, k, v) if together else [x.new_empty(x.shape) for x in (q, k, v)]
+    gradients = empty_beside(q, k, v) if together else tuple(x.new_empty(x.shape) for x in (q, k, v))
     if shape_only(q):
-        return tuple(gradients)
+        return gradients
     if gradient.shape != q.shape or gradient.dtype != q.dtype:
         raise ValueError(f"the gradient is {tuple(gradient.shape)} in {gradient.dtype}, and must be as q")
     gradient = _place(call, "gradient", "g", gradient)
@@ -153,7 +153,7 @@ def backward(
         setattr(call, f"{name}_token", x.stride(0))
     _run((library or native(q.dtype)).backward, call)
     del alive
-    return tuple(gradients)
+    return gradients
 
 
 def _call(

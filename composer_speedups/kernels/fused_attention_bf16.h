@@ -297,7 +297,7 @@ static void backward_task(const Call *c, const Span *s, int64_t head, char *memo
       for (int64_t r = 0; r < rows; r++) _mm512_store_ps(dp + r * wide + up(m, 16), _mm512_setzero_ps());
     int64_t r = 0;
     for (; r + 1 < rows; r += 2) {
-      fetch(p + r * wide, 4 * wide, 2 * m), fetch(p + r * wide, 6 * wide, 2 * m);
+      fetch(p + r * wide, 4 * wide, 2 * m), fetch(p + r * wide, 6 * wide, 2 * m); /* the next two rows, in bytes */
       differentiate(2, p + r * wide, dp + r * wide, m, wide, inverse + r, c->scale, c->keep, ds + r * wide,
                     ds2 + r / 2 * wide, kept2 + r / 2 * wide);
     }

@@ -47,7 +47,7 @@ def beside(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(tensors), -1)
 
 
-def empty_beside(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def empty_beside(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Empty tensors of the same shapes, [tokens, heads, width]: parts of one tensor where `tensors` are such.
 
     >>> q, k = torch.ones(5, 4, 2).chunk(2, 1)
@@ -64,7 +64,7 @@ def empty_beside(*tensors: torch.Tensor) -> list[torch.Tensor]:
     for group in groups:
         heads = [x.shape[1] for x in group]
         found += group[0].new_empty(len(group[0]), sum(heads), group[0].shape[2]).split(heads, 1)
-    return found
+    return tuple(found)
 
 
 def _follows(before: torch.Tensor, x: torch.Tensor, dims: int) -> bool:
@@ -75,7 +75,7 @@ def _follows(before: torch.Tensor, x: torch.Tensor, dims: int) -> bool:
         and before.untyped_storage()._cdata == x.untyped_storage()._cdata
         and (before.dtype, before.stride(), before.shape[:-dims]) == (x.dtype, x.stride(), x.shape[:-dims])
         and (before.is_conj(), before.is_neg()) == (x.is_conj(), x.is_neg())  # memory is read otherwise
-        and before.shape[before.dim() - dims + 1 :] == x.shape[x.dim() - dims + 1 :]
+        and size[1:] == x.shape[-dims:][1:]
         and before.stride()[-dims:] == tuple(math.prod(size[i + 1 :]) for i in range(dims))
         and before.storage_offset() + math.prod(size) == x.storage_offset()
     )
