@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from math import prod
 
 import torch
+from rounding import rounding
 
 from composer_speedups.kernels.bias_gelu import reference_bias_gelu
 
@@ -43,10 +43,10 @@ def check(kernel: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> No
 
     def near(actual: torch.Tensor, wanted: torch.Tensor, absolute: float, what: str) -> None:
         u = torch.finfo(actual.dtype).eps
-        relative = u if os.environ.get("TRITON_INTERPRET") == "1" and actual.dtype == torch.bfloat16 else u / 2
         tiny = torch.finfo(actual.dtype).smallest_normal * u  # fp16: subnormal spacing
+        relative = rounding(actual.dtype) * 1.01 + 2 * e
         torch.testing.assert_close(
-            actual.double(), wanted, rtol=relative * 1.01 + 2 * e, atol=absolute + tiny, msg=lambda m: f"{what}: {m}"
+            actual.double(), wanted, rtol=relative, atol=absolute + tiny, msg=lambda m: f"{what}: {m}"
         )
 
     near(y, expected.detach(), error, "y")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from math import prod
 
 import torch
+from rounding import rounding
 
 from composer_speedups.kernels.dropout_add_norm import reference_dropout_add_norm
 from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
@@ -39,13 +40,11 @@ def kept(x: torch.Tensor, p: float, seed: int) -> torch.Tensor | None:
     return keep_by_torch(x.numel(), seeds, round(realised(p) * 65536)).view(x.shape).to(x.device)
 
 
-def check(
-    kernel: Kernel, inputs: list[torch.Tensor], p: float = 0.0, eps: float = EPS, truncates: bool = False
-) -> None:
+def check(kernel: Kernel, inputs: list[torch.Tensor], p: float = 0.0, eps: float = EPS) -> None:
     """Compare output and gradients with the same function in float64; raise AssertionError on a difference.
 
     Tolerances, with u the spacing at 1 of the result's dtype and e that of the arithmetic's (float32's, or float64's):
-    * storing rounds once, relative u/2; Triton's interpreter truncates to bf16 instead, relative u (`truncates`);
+    * storing rounds once, relative u/2; Triton's interpreter truncates to bf16 instead, relative u (`rounding`);
     * bias, scale and the sum with the residual round three times; the sums of a row are at most width/16 terms in
       sequence (16 lanes of a vector, or 512 threads) and 10 levels of a tree: with the divisions and the root below
       32 + width/16 roundings of e/2, of values no larger than |z|max (mean) or |y|max;
@@ -79,10 +78,10 @@ def check(
 
     def near(actual: torch.Tensor, wanted: torch.Tensor, absolute: float, what: str) -> None:
         u = torch.finfo(actual.dtype).eps
-        relative = u if truncates and actual.dtype == torch.bfloat16 else u / 2
         tiny = torch.finfo(actual.dtype).smallest_normal * u  # fp16: subnormal spacing
+        relative = rounding(actual.dtype) * 1.01 + 4 * e
         torch.testing.assert_close(
-            actual.double(), wanted, rtol=relative * 1.01 + 4 * e, atol=absolute + tiny, msg=lambda m: f"{what}: {m}"
+            actual.double(), wanted, rtol=relative, atol=absolute + tiny, msg=lambda m: f"{what}: {m}"
         )
 
     near(y, expected.detach(), z_hat_error * weight, "y")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from math import prod
 
 import torch
+from rounding import rounding
 
-from composer_speedups.kernels.launch import interpreted
 from composer_speedups.kernels.layer_norm import reference_layer_norm
 
 EPS = 1e-2  # large, so that a wrong or missing eps shows
@@ -63,10 +63,10 @@ def check(layer_norm: LayerNorm, x, weight, bias, eps: float = EPS) -> None:
     def near(actual: torch.Tensor, wanted: torch.Tensor, absolute: float, what: str) -> None:
         assert actual.dtype in (torch.float32, torch.float16, torch.bfloat16)
         u = torch.finfo(actual.dtype).eps
-        relative = u if interpreted() and actual.dtype == torch.bfloat16 else u / 2
         tiny = torch.finfo(actual.dtype).smallest_normal * u  # fp16: subnormal spacing
+        relative = rounding(actual.dtype) * 1.01 + 4 * e
         torch.testing.assert_close(
-            actual.double(), wanted, rtol=relative * 1.01 + 4 * e, atol=absolute + tiny, msg=lambda m: f"{what}: {m}"
+            actual.double(), wanted, rtol=relative, atol=absolute + tiny, msg=lambda m: f"{what}: {m}"
         )
 
     near(y, expected.detach(), x_hat_error * scale, "y")

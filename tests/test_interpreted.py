@@ -1,7 +1,9 @@
-"""Triton kernels without a GPU: the files `interpreted_*.py`, each folder's in one process, in Triton's interpreter.
+"""Triton kernels without a GPU: the files `interpreted_*.py`, each folder's in a process of its own.
 
-`TRITON_INTERPRET` counts when Triton's kernels are defined, so it cannot be set in a process where another test may
-have imported them already. One process for a folder: starting one takes as long as most of these files.
+Once in Triton's interpreter, which runs what a kernel says, and once as its compiler translates it for a kind of GPU,
+in an emulator of that code (`emulated.py`): with a GPU's layouts, barriers and approximate instructions, and no access
+outside of a tensor. `TRITON_INTERPRET` counts when Triton's kernels are defined, so it cannot be set in a process where
+another test may have imported them already. One process for a folder: it takes as long to start as most of these files.
 """
 
 from __future__ import annotations
@@ -13,18 +15,36 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.glob("*/interpreted_*.py"))
+FOLDERS = sorted({file.parent.name for file in FILES})
+# A100 and H100; the others are those of a T4, of consumer cards (RTX 3090, 4090, 5090), and a B200.
+CAPABILITIES = [80, 90, *(pytest.param(c, marks=pytest.mark.slow) for c in (75, 86, 89, 100, 120))]
 
 
-@pytest.mark.parametrize("folder", sorted({file.parent.name for file in FILES}))
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_in_the_interpreter(folder: str) -> None:
+    run(folder, TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_as_compiled_for_a_gpu(capability: int, folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    newest = triton.__version__ >= "3.6"
+    if capability == (80 if newest else 90) and request.config.option.markexpr == "not slow":
+        pytest.skip(f"sm_{capability} with the {'pinned' if newest else 'modern'} stack, or in make test-all")
+    # Planted faults were found in the interpreter; here each would be compiled first.
+    run(folder, "-p", "emulated", "-k", "not planted", EMULATED=str(capability), TRITON_CACHE_DIR=str(tmp_path))
+
+
+def run(folder: str, *options: str, **variables: str) -> None:
     files = [str(file) for file in FILES if file.parent.name == folder]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-v", *files]
-    run = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert not re.search(r"\d+ skipped", run.stdout), run.stdout[-500:]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-v", *options, *files]
+    done = subprocess.run(command, env=environment | variables, cwd=TESTS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert not re.search(r"\d+ skipped", done.stdout), done.stdout[-500:]
     for file in files:
-        assert Path(file).name in run.stdout, f"{file} has no test"
+        assert Path(file).name in done.stdout, f"{file} has no test"

@@ -21,17 +21,16 @@ needs_cuda_13 = pytest.mark.skipif(
     reason="the null GPU stands in for libcudart of CUDA 13, where there is no GPU",
 )
 
-# Of the tests for a GPU, those for which it is not enough that PyTorch's operators compute on the CPU: why.
+# Of the tests for a GPU, those that need more than its kernels' results: why.
 LEFT_OUT = {
-    "tests/algorithms/test_matmul_precision.py": "no CPU rounds products as TF32 does",
-    "tests/algorithms/test_torch_compile.py": "Inductor's kernels do nothing",
-    "tests/kernels/test_bias_gelu.py": "too large for Triton's interpreter: test_interpreted.py has the same, smaller",
-    "tests/kernels/test_compiled_dropout.py": "Inductor's kernels do nothing",
-    "tests/kernels/test_cross_entropy.py": "too large for Triton's interpreter",
-    "tests/kernels/test_dropout_add_norm.py": "too large for Triton's interpreter",
-    "tests/kernels/test_layer_norm.py": "too large for Triton's interpreter",
-    "tests/test_gpu_recipes.py": "Inductor's kernels do nothing",
+    "tests/algorithms/test_matmul_precision.py::test_really_changes_products_on_a_gpu": "no CPU rounds as TF32 does",
+    "tests/algorithms/test_optimizers.py::test_computes_adamw_on_cuda[bnb_adamw]": "bitsandbytes' kernels are its own",
+    "tests/kernels/test_bias_gelu.py::test_more_than_two_to_the_31_elements": "takes minutes",
+    "tests/kernels/test_layer_norm.py::test_more_than_two_to_the_31_elements": "takes minutes",
 }
+GRAPHS = "tests/kernels/test_dropout_add_norm.py::test_cuda_graphs_draw_new_masks"
+# Kernels by themselves: test_interpreted.py has the same checks, of fewer numbers.
+LARGE = {f"tests/kernels/test_{name}.py" for name in ("bias_gelu", "cross_entropy", "dropout_add_norm", "layer_norm")}
 
 
 def on_null_gpu(*command: str, compute: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -47,17 +46,15 @@ def on_null_gpu(*command: str, compute: bool = False, **variables: str) -> subpr
 
 
 @needs_cuda_13
-def test_gpu_tests_pass_where_operators_compute() -> None:
-    """Triton's kernels under its interpreter; not bitsandbytes', which are its own."""
-    marked = gpu.marked()
-    assert LEFT_OUT.keys() < set(marked)
-    done = on_null_gpu(
-        *("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *(file for file in marked if file not in LEFT_OUT)),
-        *("--deselect", "tests/algorithms/test_optimizers.py::test_computes_adamw_on_cuda[bnb_adamw]"),
-        *("-W", "ignore:Conversion of an array:DeprecationWarning"),  # of Triton's interpreter
-        compute=True,
-        TRITON_INTERPRET="1",
-    )
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gpu_tests_pass(large: bool) -> None:
+    """With PyTorch's operators computed on the CPU, and Triton's kernels, Inductor's among them, by the emulator."""
+    assert set(gpu.marked()) > LARGE
+    tests = [file for file in gpu.marked() if (file in LARGE) == large] + [GRAPHS] * (not large)
+    options = [option for test in [*LEFT_OUT, GRAPHS][: None if large else -1] for option in ("--deselect", test)]
+    # Each tensor by itself, so that what is outside of one is outside of all; graphs need memory that stays.
+    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if large else {}
+    done = on_null_gpu("-m", "pytest", "-m", "gpu", "--durations=5", *options, *tests, compute=True, **alone)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     summary = done.stdout.splitlines()[-1]
     assert " passed" in summary and "skipped" not in summary, summary

@@ -22,7 +22,7 @@ _HOST_DEFINES = (
 )
 _DRIVER = (
     "cuCtxSetCurrent cuCtxSetLimit cuCtxPushCurrent cuCtxPopCurrent cuFuncSetAttribute cuFuncSetCacheConfig "
-    "cuLaunchKernel cuLaunchKernelEx cuLaunchCooperativeKernel cuModuleUnload cuTensorMapEncodeTiled "
+    "cuLaunchCooperativeKernel cuModuleUnload cuTensorMapEncodeTiled "
     "cuPointerGetAttributes cuMemGetAddressRange_v2 cuLinkCreate_v2 cuLinkAddData_v2 cuLinkComplete"
 )
 
@@ -47,6 +47,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         "TRITON_LIBCUDA_PATH": str(folder),
         "NULL_GPU": "compute" if options.compute else "idle",
     }
+    if options.compute:  # kernels end as PTX, which no other process may find in its cache
+        caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        environment |= {name: os.environ.get(name, str(folder / "cache")) for name in caches}
     try:
         os.execvpe(options.command[0], options.command, environment)
     except OSError as error:

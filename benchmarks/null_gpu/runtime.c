@@ -34,10 +34,36 @@ static int compute(void) {
   return mode && !strcmp(mode, "compute");
 }
 
+/* Blocks of the device, in order of their addresses; `live` is set to 0 when one is freed. */
+typedef struct { char *start; size_t bytes; int live; } Block;
+static Block *blocks;
+static size_t count, room;
+
+static Block *block_of(const char *p) {
+  size_t low = 0, high = count;
+  while (low < high) {
+    size_t middle = (low + high) / 2;
+    if (blocks[middle].start <= p) low = middle + 1;
+    else high = middle;
+  }
+  return low ? &blocks[low - 1] : 0;
+}
+/* Of each of n addresses, whether the bytes from there on are all in one block that has been allocated and not freed. */
+void null_allocated(char *const *addresses, long n, size_t bytes, unsigned char *found) {
+  pthread_mutex_lock(&lock);
+  for (Block *b = 0; n--; addresses++, found++) {
+    if (!b || *addresses < b->start || *addresses >= b->start + b->bytes) b = block_of(*addresses);
+    *found = b && b->live && *addresses + bytes <= b->start + b->bytes;
+  }
+  pthread_mutex_unlock(&lock);
+}
+char *null_memory(void) { return device_memory.start; }
+size_t null_span(void) { return SPAN; }
+
 /* The page before each block holds its size. */
 static size_t *size_of(void *p) { return (size_t *)((char *)p - PAGE); }
-static void *take(Area *area, size_t bytes) {
-  bytes = (bytes + PAGE - 1) / PAGE * PAGE;
+static void *take(Area *area, size_t wanted) {
+  size_t bytes = (wanted + PAGE - 1) / PAGE * PAGE;
   pthread_mutex_lock(&lock);
   if (!area->start) {
     area->start = mmap(0, SPAN, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -45,11 +71,21 @@ static void *take(Area *area, size_t bytes) {
   }
   char *p = area->next + PAGE;
   area->next = p + bytes;
+  if (area == &device_memory) {
+    if (count == room) blocks = realloc(blocks, (room = 2 * room + 1024) * sizeof *blocks);
+    blocks[count++] = (Block){p, wanted, 1};
+  }
   pthread_mutex_unlock(&lock);
   *size_of(p) = bytes;
   return p;
 }
-static void give(void *p) { madvise(p, *size_of(p), MADV_DONTNEED); }
+static void give(void *p) {
+  pthread_mutex_lock(&lock);
+  Block *b = block_of(p);
+  if (b && b->start == p) b->live = 0;
+  pthread_mutex_unlock(&lock);
+  madvise(p, *size_of(p), MADV_DONTNEED);
+}
 
 cudaError_t cudaMalloc(void **p, size_t n) {
   null_started = 1;
@@ -158,14 +194,37 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigne
 
 static void *handle(void) { return calloc(1, 64); }
 static int capturing;
-static unsigned long long capture;
+static unsigned long long capture; /* the number of the last one, with which its graphs begin */
+static void (*on_replay)(unsigned long long);
+void null_replay_with(void (*f)(unsigned long long)) { on_replay = f; }
+unsigned long long null_capture(void) { return capturing ? capture : 0; }
 static enum cudaStreamCaptureStatus status(void) { return capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone; }
 cudaError_t cudaStreamCreate(cudaStream_t *s) { return *s = handle(), OK; }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, int priority) { return *s = handle(), OK; }
 cudaError_t cudaStreamGetPriority(cudaStream_t s, int *priority) { return *priority = 0, OK; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *c) { return *c = status(), OK; }
-cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode m) { return capturing = 1, capture++, OK; }
-cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *g) { return capturing = 0, *g = handle(), OK; }
+
+/* What is captured must not be computed yet. Operators compute to know what they return, so the memory is put back. */
+static char **before;
+static size_t blocks_before;
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode m) {
+  if (compute()) {
+    before = calloc(count + 1, sizeof *before);
+    blocks_before = count;
+    for (size_t i = 0; i < count; i++)
+      if (blocks[i].live) before[i] = memcpy(malloc(blocks[i].bytes + 1), blocks[i].start, blocks[i].bytes);
+  }
+  return capturing = 1, capture++, OK;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *g) {
+  *(unsigned long long *)(*g = handle()) = capture;
+  for (size_t i = 0; i < blocks_before; i++) {
+    if (before[i] && blocks[i].live) memcpy(blocks[i].start, before[i], blocks[i].bytes);
+    free(before[i]);
+  }
+  free(before), before = 0, blocks_before = 0;
+  return capturing = 0, OK;
+}
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *c, unsigned long long *id, cudaGraph_t *g, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *n) {
   *c = status();
   if (id) *id = capture;
@@ -176,7 +235,14 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatu
   return OK;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t *nodes, size_t *n) { return *n = 1, OK; }
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f) { return *e = handle(), OK; }
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f) {
+  *(unsigned long long *)(*e = handle()) = *(unsigned long long *)g;
+  return OK;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
+  if (on_replay) on_replay(*(unsigned long long *)e);
+  return OK;
+}
 cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *data, unsigned flags) { return f(s, OK, data), OK; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *data) { return f(data), OK; }
 cudaError_t cudaEventCreate(cudaEvent_t *e) { return *e = handle(), OK; }

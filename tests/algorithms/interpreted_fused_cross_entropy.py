@@ -1,4 +1,4 @@
-"""FusedCrossEntropy with its kernels, on the CPU: `test_fused_cross_entropy.py` runs this with TRITON_INTERPRET=1."""
+"""FusedCrossEntropy with its kernels, on the CPU: `test_interpreted.py` runs this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FusedLayerNorm with its real kernel, on the CPU: `test_fused_layer_norm.py` runs this with TRITON_INTERPRET=1."""
+"""FusedLayerNorm with its real kernel, on the CPU: `test_interpreted.py` runs this file."""
 
 from __future__ import annotations
 

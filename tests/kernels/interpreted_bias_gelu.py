@@ -1,4 +1,4 @@
-"""The kernel through Triton's interpreter. `test_bias_gelu.py` runs this file with TRITON_INTERPRET=1."""
+"""The kernel without a GPU, in Triton's interpreter and as compiled for one: `test_interpreted.py` runs this file."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 from gpu_code import compile_for, instructions, spills, time_for
 from layer_norm_check import case, check
 
+from benchmarks.null_gpu.ptx.driver import launch
+from benchmarks.null_gpu.ptx.load import program_of
+from benchmarks.null_gpu.ptx.machine import Fault
 from composer_speedups.kernels import layer_norm as module
 from composer_speedups.kernels.launch import DTYPES, tile_of
 from composer_speedups.kernels.layer_norm import layer_norm
@@ -45,6 +50,19 @@ def compiled(capability: int, name: str, width: int, dtype: torch.dtype, aligned
     dtypes = dict.fromkeys(("w", "b", "mean", "rstd", "dw", "db"), torch.float32)
     dtypes |= dict.fromkeys(("x", "y", "dx", "dy"), dtype)
     return compile_for(capability, kernel, dtypes, constants, warps, aligned)
+
+
+def test_without_its_barriers_it_would_be_a_race(tmp_path: Path, monkeypatch) -> None:
+    """Rows of 8192 are shared by warps. As the emulator of `test_interpreted.py` must see if one were missing."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled(90, "_forward_kernel", 8192, torch.float32, STRIDES)
+    x, y, statistics = torch.randn(2, 8192), torch.zeros(2, 8192), torch.zeros(2, 2)
+    given = [("*", t) for t in (x, torch.ones(8192), torch.zeros(8192), y, statistics[0], statistics[1])]
+    given += [("i32", 8192), ("i32", 2), ("fp32", 1e-5)]
+    for text in (code.asm["ptx"], re.sub(r"bar\.sync\s+0;", "", code.asm["ptx"])):
+        with pytest.raises(Fault, match="without a barrier") if "bar.sync" not in text else nullcontext():
+            launch(program_of(text.encode()), given, (2, 1, 1), 32 * code.metadata.num_warps, code.metadata.shared)
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (8192,)), rtol=1e-5, atol=1e-5)
 
 
 def test_needs_a_gpu_and_says_so() -> None:

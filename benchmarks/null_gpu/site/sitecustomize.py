@@ -1,4 +1,4 @@
-"""Found by every Python process of the null GPU: prepares PyTorch as soon as it has been imported."""
+"""Found by every Python process of the null GPU: prepares PyTorch and Triton as soon as they have been imported."""
 
 import importlib.abc
 import importlib.util
@@ -6,26 +6,45 @@ import os
 import sys
 
 
-class _AfterTorch(importlib.abc.MetaPathFinder):
+class _After(importlib.abc.MetaPathFinder):
+    """Does `prepare` with the module called `name`, once that has been imported."""
+
+    def __init__(self, name, prepare):
+        self.name, self.prepare = name, prepare
+
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            if os.environ["NULL_GPU"] == "compute":
-                from benchmarks.null_gpu.operators import install
-
-                install()
-            else:
-                module.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not replaced: the next kernel in order is taken
+            self.prepare(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
+def _torch(torch):
+    if os.environ["NULL_GPU"] == "compute":
+        from benchmarks.null_gpu import graphs, launches, operators
+
+        graphs.install()
+        operators.install()
+        launches.install()
+    else:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not replaced: the next kernel in order is taken
+
+
+def _triton(compiler):
+    from benchmarks.null_gpu.ptx.load import keep_ptx
+
+    keep_ptx(compiler.CUDABackend)
+
+
 if "NULL_GPU" in os.environ:
-    sys.meta_path.insert(0, _AfterTorch())
+    sys.meta_path.insert(0, _After("torch", _torch))
+    if os.environ["NULL_GPU"] == "compute":
+        sys.meta_path.insert(0, _After("triton.backends.nvidia.compiler", _triton))
