@@ -33,8 +33,10 @@ GRAPHS = "tests/kernels/test_dropout_add_norm.py::test_cuda_graphs_draw_new_mask
 LARGE = {f"tests/kernels/test_{name}.py" for name in ("bias_gelu", "cross_entropy", "dropout_add_norm", "layer_norm")}
 
 
-def on_null_gpu(*command: str, compute: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
-    options = ["--compute"] if compute else []
+def on_null_gpu(
+    *command: str, compute: bool = False, options: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    options = (*options, "--compute") if compute else options
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.null_gpu", *options, "--", sys.executable, *command],
         cwd=ROOT,
@@ -138,6 +140,25 @@ def test_the_gpu_programme_gets_to_its_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = [json.loads(line) for line in (tmp_path / "results/peers/rows.jsonl").read_text().splitlines()]
     assert {row["status"] for row in rows} == {"ok"}, [row["reason"] for row in rows]
+
+
+@needs_cuda_13
+def test_it_is_the_gpu_that_was_asked_for() -> None:
+    code = (
+        "import torch\n"
+        "print(torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[1] >> 30)\n"
+        "try: torch.empty(13 << 30, dtype=torch.uint8, device='cuda')\n"
+        "except torch.OutOfMemoryError: print('out of memory')\n"
+    )
+    done = on_null_gpu("-c", code, options=("--capability", "8.6", "--memory", "12"))
+    assert (done.returncode, done.stdout) == (0, "(8, 6) 12\nout of memory\n"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--capability", "86"), ("--memory", "0")])
+def test_wrong_values_are_named(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([option, value, "--", "true"])
+    assert option in (said := capsys.readouterr().err) and value in said.splitlines()[-1]
 
 
 def test_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,12 +30,18 @@ _DRIVER = (
 def main(arguments: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.null_gpu",
-        description="Run a command on a GPU that is not there: CUDA paths run, kernels do nothing.",
+        description="Run a command on a GPU that is not there: CUDA paths run on the CPU.",
         epilog="Example: python -m benchmarks.null_gpu --compute -- python -m pytest -m gpu tests/kernels",
     )
-    parser.add_argument("--compute", action="store_true", help="operators compute, with the CPU's kernels")
+    parser.add_argument("--compute", action="store_true", help="operators and kernels compute, on the CPU")
+    parser.add_argument("--capability", default="9.0", help="of which kind the GPU is (default: 9.0, an H100)")
+    parser.add_argument("--memory", type=int, default=80, help="its GiB (default: 80)")
     parser.add_argument("command", nargs="+", help="after --")
     options = parser.parse_args(arguments)
+    if not re.fullmatch(r"\d{1,2}\.\d", options.capability):
+        parser.error(f"--capability is a number as 8.6, not {options.capability!r}")
+    if options.memory < 1:
+        parser.error(f"--memory is 1 GiB at least, not {options.memory}")
     try:
         folder = build()
     except (RuntimeError, OSError) as error:
@@ -46,6 +52,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         "PYTHONPATH": os.pathsep.join([str(_HERE / "site"), _joined(_HERE.parents[1], "PYTHONPATH")]),
         "TRITON_LIBCUDA_PATH": str(folder),
         "NULL_GPU": "compute" if options.compute else "idle",
+        "NULL_GPU_CAPABILITY": options.capability.replace(".", ""),
+        "NULL_GPU_MEMORY": str(options.memory),
     }
     if options.compute:  # kernels end as PTX, which no other process may find in its cache
         caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")

@@ -1,7 +1,8 @@
 /* A CUDA runtime without a GPU: memory is the host's, copies are done at once, and kernels do nothing.
 
    Preloaded before libcudart and libcublas (see __main__.py, which adds a function that returns 0 for whatever PyTorch
-   calls and is not here). What a program decides by, sizes, properties and errors, is an H100's. */
+   calls and is not here). What a program decides by, sizes, properties and errors, is an H100's, but for the compute
+   capability and the memory, which NULL_GPU_CAPABILITY (as 86) and NULL_GPU_MEMORY (GiB) name. */
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
@@ -16,7 +17,6 @@
 #define OK cudaSuccess
 #define PAGE 4096ull
 #define SPAN (1ull << 43)              /* addresses of each kind of memory; none is used twice */
-#define CAPACITY ((size_t)80 << 30)    /* bytes of the device */
 #define UNREAD ((size_t)1 << 16)       /* larger copies on the device are left out unless NULL_GPU=compute */
 
 typedef struct { char *start, *next; } Area;
@@ -25,6 +25,12 @@ static size_t in_use;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 int null_started; /* whether the runtime was initialised: the driver says so (driver.c) */
 
+static size_t named(const char *variable, size_t otherwise) {
+  const char *value = getenv(variable);
+  return value ? strtoull(value, 0, 10) : otherwise;
+}
+static size_t capacity(void) { return named("NULL_GPU_MEMORY", 80) << 30; }
+static int capability(void) { return named("NULL_GPU_CAPABILITY", 90); }
 static int inside(const Area *area, const void *p) {
   return area->start && (const char *)p >= area->start && (const char *)p < area->start + SPAN;
 }
@@ -90,7 +96,7 @@ static void give(void *p) {
 cudaError_t cudaMalloc(void **p, size_t n) {
   null_started = 1;
   *p = 0;
-  if (in_use + n > CAPACITY) return cudaErrorMemoryAllocation;
+  if (in_use + n > capacity()) return cudaErrorMemoryAllocation;
   *p = take(&device_memory, n);
   __atomic_add_fetch(&in_use, *size_of(*p), __ATOMIC_RELAXED);
   return OK;
@@ -104,7 +110,7 @@ cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return cudaFree(p); }
 cudaError_t cudaGetSymbolAddress(void **p, const void *symbol) { return cudaMalloc(p, PAGE); }
 cudaError_t cudaHostAlloc(void **p, size_t n, unsigned flags) { return *p = take(&pinned_memory, n), OK; }
 cudaError_t cudaFreeHost(void *p) { return p ? give(p) : (void)0, OK; }
-cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { return *total = CAPACITY, *free = CAPACITY - in_use, OK; }
+cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { return *total = capacity(), *free = *total - in_use, OK; }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int device = inside(&device_memory, p), pinned = inside(&pinned_memory, p);
   *a = (struct cudaPointerAttributes){.device = device || pinned ? 0 : -1};
@@ -144,8 +150,8 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { return *can = 0, O
 cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s, n, "0000:00:00.0"), OK; }
 cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) {
   switch (a) {
-    case cudaDevAttrComputeCapabilityMajor: *v = 9; break;
-    case cudaDevAttrComputeCapabilityMinor: *v = 0; break;
+    case cudaDevAttrComputeCapabilityMajor: *v = capability() / 10; break;
+    case cudaDevAttrComputeCapabilityMinor: *v = capability() % 10; break;
     case cudaDevAttrMultiProcessorCount: *v = 132; break;
     case cudaDevAttrWarpSize: *v = 32; break;
     case cudaDevAttrMaxThreadsPerBlock: case cudaDevAttrMaxBlockDimX: *v = 1024; break;
@@ -165,13 +171,14 @@ cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) {
 }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
   *p = (struct cudaDeviceProp){
-      .name = "null GPU (as an H100)", .major = 9, .multiProcessorCount = 132, .totalGlobalMem = CAPACITY,
+      .major = capability() / 10, .minor = capability() % 10, .multiProcessorCount = 132, .totalGlobalMem = capacity(),
       .warpSize = 32, .maxThreadsPerBlock = 1024, .maxThreadsPerMultiProcessor = 2048,
       .maxBlocksPerMultiProcessor = 32, .sharedMemPerBlock = 49152, .sharedMemPerBlockOptin = 232448,
       .sharedMemPerMultiprocessor = 233472, .regsPerBlock = 65536, .regsPerMultiprocessor = 65536,
       .l2CacheSize = 50 << 20, .maxThreadsDim = {1024, 1024, 64}, .maxGridSize = {2147483647, 65535, 65535},
       .canMapHostMemory = 1, .unifiedAddressing = 1, .concurrentKernels = 1, .asyncEngineCount = 3,
       .cooperativeLaunch = 1, .memoryBusWidth = 5120};
+  snprintf(p->name, sizeof p->name, "null GPU (sm_%d)", capability());
   return OK;
 }
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
