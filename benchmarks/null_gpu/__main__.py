@@ -23,7 +23,9 @@ _HOST_DEFINES = (
 _DRIVER = (
     "cuCtxSetCurrent cuCtxSetLimit cuCtxPushCurrent cuCtxPopCurrent cuFuncSetAttribute cuFuncSetCacheConfig "
     "cuLaunchCooperativeKernel cuModuleUnload cuTensorMapEncodeTiled "
-    "cuPointerGetAttributes cuMemGetAddressRange_v2 cuLinkCreate_v2 cuLinkAddData_v2 cuLinkComplete"
+    "cuPointerGetAttributes cuMemGetAddressRange_v2 cuLinkCreate_v2 cuLinkAddData_v2 cuLinkComplete "
+    "nvmlDeviceGetGpuFabricInfoV nvmlDeviceGetNvLinkRemoteDeviceType nvmlDeviceGetNvLinkRemotePciInfo_v2 "
+    "nvmlSystemGetCudaDriverVersion_v2"
 )
 
 
