@@ -1,7 +1,7 @@
 """The CUDA side of `bias_gelu.py`: two Triton kernels, forward and backward.
 
 Backward reads the product with the gradient, makes the sum and the slope again, writes the gradient, and sums it over
-the rows that a program takes, in float32 and before it is rounded; `torch.sum` over programs gives the bias's.
+the rows that a warp takes, in float32 and before it is rounded; `torch.sum` over warps gives the bias's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def backward_kernel(
     x_ptr,  # [rows, width], rows x_stride apart
     bias_ptr,  # [width]
     dx_ptr,  # [rows, width], contiguous
-    dbias_ptr,  # [programs, width] float32
+    dbias_ptr,  # [programs * ROWS, width] float32
     dy_stride,
     x_stride,
     rows,
@@ -76,7 +76,9 @@ def backward_kernel(
         dx = dy * (below + 0.3989422804 * h * density)
         tl.store(dx_ptr + row[:, None] * width + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         total += dx
-    tl.store(dbias_ptr + program * width + col, tl.sum(total, 0), mask=col < width)
+    # Not added up over the rows: see `launch.tile_of`.
+    own = (program * ROWS + tl.arange(0, ROWS))[:, None]
+    tl.store(dbias_ptr + own * width + col[None, :], total, mask=(col < width)[None, :])
 
 
 def forward(x: torch.Tensor, bias: torch.Tensor, kernel=forward_kernel) -> torch.Tensor:
@@ -110,7 +112,7 @@ def backward(
     columns = triton.cdiv(width, _COLS)
     # Tiles over columns fill the device as well: 16 programs a processor in all, but 8 rows of programs at least.
     programs = programs_for(rows, _ROWS_BACKWARD, max(8, 16 * processors(x.device) // columns))
-    partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
+    partial = torch.empty((programs * _ROWS_BACKWARD, width), dtype=torch.float32, device=x.device)
     with on_device(x.device):
         kernel[(programs, columns)](
             gradients,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from composer_speedups.kernels.launch import interpreted, most_programs, on_device, programs_for, rows_of, tile_of
-from composer_speedups.kernels.layer_norm import columns, load_for_each_row, normalise, through_norm
+from composer_speedups.kernels.layer_norm import columns, load_for_each_row, normalise, own_sums, through_norm
 
 __all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "interpreted"]
 
@@ -101,7 +101,7 @@ def backward_kernel(
     seeds_ptr,  # [2] int64, read if DROPPED
     dx_ptr,  # [rows, WIDTH], contiguous, written if DROPPED; else it is dresidual
     dresidual_ptr,  # [rows, WIDTH], contiguous
-    partial_ptr,  # [2 or, if BIASED, 3, programs, WIDTH] float32: what each adds to those of weight, bias and x_bias
+    partial_ptr,  # [2 or, if BIASED, 3, programs * ROWS, WIDTH] float32: what is added to those of weight, bias, x_bias
     dy_stride,
     x_stride,
     residual_stride,
@@ -149,11 +149,12 @@ def backward_kernel(
             dx_bias += dz
         dw += dy * z_hat
         db += dy
-    place = partial_ptr + program * WIDTH + col
-    tl.store(place, tl.sum(dw, 0)[None, :, :], mask=inside)
-    tl.store(place + tl.num_programs(0) * WIDTH, tl.sum(db, 0)[None, :, :], mask=inside)
+    place = partial_ptr + own_sums(program, WIDTH, ROWS) + col
+    all_sums = tl.num_programs(0) * ROWS * WIDTH
+    tl.store(place, dw, mask=inside)
+    tl.store(place + all_sums, db, mask=inside)
     if BIASED:
-        tl.store(place + 2 * tl.num_programs(0) * WIDTH, tl.sum(dx_bias, 0)[None, :, :], mask=inside)
+        tl.store(place + 2 * all_sums, dx_bias, mask=inside)
 
 
 def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, x_bias=None, kernel=forward_kernel):
@@ -199,7 +200,8 @@ def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=No
     dresidual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tile = tile_of(width, x.element_size())
     programs = programs_for(rows, tile["ROWS"], most_programs(tile, x.device))
-    partial = torch.empty((2 if x_bias is None else 3, programs, width), dtype=torch.float32, device=x.device)
+    sums = (2 if x_bias is None else 3, programs * tile["ROWS"], width)
+    partial = torch.empty(sums, dtype=torch.float32, device=x.device)
     with on_device(x.device):
         kernel[(programs,)](
             gradients,

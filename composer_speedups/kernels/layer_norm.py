@@ -3,8 +3,8 @@
 What it computes is `reference_layer_norm`, in float32 whatever the input's type: input, weight and bias are
 widened when loaded, mean and variance are two separate sums (never E[x^2] - E[x]^2, which cancels), and each
 result is rounded once, when stored. The weight may have another dtype than the input (float32 weights with
-bf16 activations), or be missing. Gradients of weight and bias are summed in float32 per program and then
-over programs by `torch.sum`: no atomics, so that a run repeats bit for bit.
+bf16 activations), or be missing. Gradients of weight and bias are summed in float32 by each row of a program and then
+over all of them by `torch.sum`: no atomics, so that a run repeats bit for bit.
 
 Eager code goes through an `autograd.Function`; under `torch.compile` the same launches are a custom operator,
 which is opaque to the compiler and breaks no graph. Not the operator in both: it is dispatched in Python, several
@@ -26,6 +26,7 @@ __all__ = [
     "layer_norm",
     "load_for_each_row",
     "normalise",
+    "own_sums",
     "reference_layer_norm",
     "row_sum",
     "through_norm",
@@ -66,6 +67,12 @@ def through_norm(g, x_hat, rstd, width):
     by_variance = row_sum(g * x_hat) / width
     by_mean = row_sum(g) / width
     return (g - x_hat * by_variance - by_mean) * rstd
+
+
+@triton.jit
+def own_sums(program, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Where each of a program's ROWS stores its sums: see `launch.tile_of`."""
+    return (program * ROWS + tl.arange(0, ROWS))[:, None, None] * WIDTH
 
 
 @triton.jit
@@ -111,8 +118,8 @@ def _backward_kernel(
     mean_ptr,  # [rows] float32
     rstd_ptr,  # [rows] float32
     dx_ptr,  # [rows, WIDTH], contiguous, written if NEED_DX
-    dw_ptr,  # [programs, WIDTH] float32, written if NEED_DW
-    db_ptr,  # [programs, WIDTH] float32, written if NEED_DW
+    dw_ptr,  # [programs * ROWS, WIDTH] float32, written if NEED_DW
+    db_ptr,  # [programs * ROWS, WIDTH] float32, written if NEED_DW
     dy_stride,
     x_stride,
     rows,
@@ -149,9 +156,9 @@ def _backward_kernel(
             dw += dy * x_hat
             db += dy
     if NEED_DW:
-        place = program * WIDTH + col
-        tl.store(dw_ptr + place, tl.sum(dw, 0)[None, :, :], mask=inside)
-        tl.store(db_ptr + place, tl.sum(db, 0)[None, :, :], mask=inside)
+        place = own_sums(program, WIDTH, ROWS) + col
+        tl.store(dw_ptr + place, dw, mask=inside)
+        tl.store(db_ptr + place, db, mask=inside)
 
 
 def reference_layer_norm(
@@ -240,7 +247,7 @@ def _backward(
     dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
     tile = tile_of(width, x.element_size())
     programs = min(triton.cdiv(rows, tile["ROWS"]), most_programs(tile, x.device))
-    partial = torch.empty((2, programs if need_dw else 0, width), dtype=torch.float32, device=x.device)
+    partial = torch.empty((2, programs * tile["ROWS"] if need_dw else 0, width), dtype=torch.float32, device=x.device)
     if rows and (need_dx or need_dw):
         with on_device(x.device):
             _backward_kernel[(programs,)](

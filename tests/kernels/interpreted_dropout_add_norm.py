@@ -108,7 +108,7 @@ MUTANTS = {
         "    x += load_for_each_row(x_bias_ptr, inside, ROWS, CHUNKS, BLOCK)\n            w",
         "    w",
     ),
-    "dx_bias stored over dw": ("place + 2 * tl.num_programs(0) * WIDTH", "place + 0 * WIDTH"),
+    "dx_bias stored over dw": ("place + 2 * all_sums", "place + 0 * all_sums"),
     "dx_bias of the last rows only": ("dx_bias += dz", "dx_bias = dz"),
     "scale forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "tl.where(keep, dz, 0.0)"),
     "mask forgotten in dx": ("tl.where(keep, dz * scale, 0.0)", "(dz * scale)"),
@@ -124,7 +124,8 @@ MUTANTS = {
     "dw without z_hat": ("dw += dy * z_hat", "dw += dy"),
     "weight forgotten in dz": ("through_norm(dy * w,", "through_norm(dy,"),
     "last program's sums lost": ("partial.sum(1)", "partial[:, :-1].sum(1)"),
-    "db stored over dw": ("place + tl.num_programs(0) * WIDTH", "place + 0 * WIDTH"),
+    "db stored over dw": ("tl.store(place + all_sums, db", "tl.store(place + 0 * all_sums, db"),
+    "sums of a program over each other": ("own_sums(program, WIDTH", "own_sums(program, WIDTH * 0"),
     "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
 }
 
