@@ -142,6 +142,37 @@ def test_the_gpu_programme_gets_to_its_end(tmp_path: Path) -> None:
     assert {row["status"] for row in rows} == {"ok"}, [row["reason"] for row in rows]
 
 
+REPLAYED = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def gather(x, i, y, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y + at, tl.load(x + tl.load(i + at)) + 1)
+
+x, i, y = torch.arange(64.0, device="cuda"), torch.arange(32, device="cuda"), torch.zeros(32, device="cuda")
+graph = torch.cuda.CUDAGraph()
+gather[(1,)](x, i, y, 32)
+y.zero_()
+with torch.cuda.graph(graph):
+    gather[(1,)](x, i, y, 32)
+assert not y.any()  # not computed yet
+i += 7
+graph.replay()
+assert y.tolist() == [n + 8 for n in range(32)]
+i.fill_(1 << 40)
+graph.replay()
+"""
+
+
+@needs_cuda_13
+def test_a_graph_computes_when_it_is_replayed_and_says_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "replayed.py").write_text(REPLAYED)
+    done = on_null_gpu(str(tmp_path / "replayed.py"), compute=True)
+    assert done.returncode == 1 and "outside of any tensor" in done.stderr, done.stderr[-2000:]
+    assert "graph.replay()" in done.stderr and "AssertionError" not in done.stderr, done.stderr[-2000:]
+
+
 @needs_cuda_13
 def test_it_is_the_gpu_that_was_asked_for() -> None:
     code = (

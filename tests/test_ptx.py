@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.null_gpu.ptx.driver import launch
 from benchmarks.null_gpu.ptx.machine import Fault
+from benchmarks.null_gpu.ptx.numerics import wide_bf16
 from benchmarks.null_gpu.ptx.parse import Unsupported, parse
 from benchmarks.null_gpu.ptx.translate import Program, translate
 
@@ -85,6 +86,8 @@ INTEGERS: dict[str, tuple[str, str, Callable[[int, int], int]]] = {
     "mul.hi.s32": ("s32", "s32", lambda a, b: a * b >> 32),
     "mul.hi.u64": ("u64", "u64", lambda a, b: a * b >> 64),
     "mul.hi.s64": ("s64", "s64", lambda a, b: a * b >> 64),
+    "mul.hi.u16": ("u16", "u16", lambda a, b: a * b >> 16),
+    "mul.hi.s16": ("s16", "s16", lambda a, b: a * b >> 16),
     "mul.wide.s32": ("s32", "s64", lambda a, b: a * b),
     "mul.wide.u32": ("u32", "u64", lambda a, b: a * b),
     "mul.wide.u16": ("u16", "u32", lambda a, b: a * b),
@@ -184,8 +187,22 @@ def test_arithmetic_in_float32() -> None:
     assert each("cvt.sat.f32.f32 %out, %a", ["f32"], "f32", [-1, 0.25, 7, math.nan]) == [0, 0.25, 1, 0]
     whole = each("cvt.rzi.s32.f32 %out, %a", ["f32"], "s32", [-2.7, 2.7, 3e9, -3e9, math.nan, 2**31])
     assert whole == [-2, 2, 2**31 - 1, -(2**31), 0, 2**31 - 1]
+    limits = each("cvt.rzi.s64.f32 %out, %a", ["f32"], "s64", [2.0**63, -(2.0**64), math.nan, -2.7])
+    assert limits == [2**63 - 1, -(2**63), -(2**63), -2]
+    assert each("cvt.rzi.u64.f32 %out, %a", ["f32"], "u64", [2.0**64, -1, math.nan]) == [2**64 - 1, 0, 2**63]
+    assert each("ex2.approx.f32 %out, %a", ["f32"], "f32", [0.0, -0.0]) == [1, 1]
     assert each("cvt.rn.f32.s64 %out, %a", ["s64"], "f32", [2**24 + 1, -5]) == [2**24, -5]
     assert each("add.f32 %out, %a, 0f3F800000", ["f32"], "f32", [1.5]) == [2.5]
+
+
+def test_products_and_sums_are_rounded_once() -> None:
+    """Halfway between two numbers, but for what is far below float64's last bit."""
+    near = 1 + 2.0**-12
+    assert each("fma.rn.f32 %out, %a, %b, %c", ["f32"] * 3, "f32", [near], [near], [2.0**-70]) == [1 + 2**-11 + 2**-23]
+    assert each("fma.rn.f32 %out, %a, %b, %c", ["f32"] * 3, "f32", [near], [near], [-(2.0**-70)]) == [1 + 2**-11]
+    operands = [torch.tensor([x]).bfloat16().view(torch.int16).numpy().view("u2") for x in (1.0625, 1.0625, 2.0**-30)]
+    (got,) = each("fma.rn.bf16 %out, %a, %b, %c", ["u16"] * 3, "u16", *operands)
+    assert wide_bf16(np.array([got], np.uint16)) == 1.1328125
 
 
 @pytest.mark.parametrize(
@@ -321,6 +338,7 @@ FAULTS = {
     "shared memory has 256 bytes": SHARED + "ld.shared.b32 %r2, [%r5+4];",
     "without a barrier between": SHARED + "st.shared.b32 [%r5], %r1;\n" + OTHER + "ld.shared.b32 %r2, [%r7];",
     "two warps meet": SHARED + "ld.shared.b32 %r2, [%r5];\n" + OTHER + "st.shared.b32 [%r7], %r1;",
+    "two warps write": "mov.b32 %r5, global_smem;\nst.shared.b32 [%r5], %r1;",
     "some threads of a program": "setp.lt.s32 %p1, %r1, 40;\n@%p1 bra $L__some;\nret;\n$L__some:\nbar.sync 0;",
     "some of its threads": "setp.lt.s32 %p1, %r1, 7;\n@!%p1 bra $L__end;\nshfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;\n"
     "$L__end:",
@@ -335,6 +353,23 @@ def test_faults(message: str) -> None:
         run(kernel(FAULTS[message], 1, 64), out, threads=64, shared=256)
 
 
+def test_copies_of_one_number_are_no_race() -> None:
+    body = "mov.b32 %r5, global_smem;\nmov.b32 %r6, 7;\nst.shared.b32 [%r5], %r6;\nbar.sync 0;\n"
+    body += f"ld.shared.b32 %r2, [%r5];\n{OUT}st.global.b32 [%rd60], %r2;"
+    out = torch.zeros(64, dtype=torch.int32)
+    run(kernel(body, 1, 64), out, threads=64, shared=4)
+    assert out.tolist() == [7] * 64
+    with pytest.raises(Fault, match="shared memory has 4 bytes"):
+        run(kernel(body.replace("[%r5]", "[%r5+4]"), 1, 64), out, threads=64, shared=4)
+
+
+def test_an_assertion_comes_before_what_follows_from_it() -> None:
+    """The block in which it fails stands behind a barrier that the others wait at."""
+    body = "setp.gt.s32 %p1, %r1, 62;\n@%p1 bra $L__failed;\nbar.sync 0;\nret;\n$L__failed:\ntrap;"
+    with pytest.raises(Fault, match="an assertion"):
+        run(kernel(body, 1, 64), torch.zeros(1), threads=64)
+
+
 def test_a_barrier_parts_what_warps_do_in_shared_memory() -> None:
     out = torch.zeros(64, dtype=torch.int32)
     body = SHARED + (
@@ -347,8 +382,28 @@ def test_a_barrier_parts_what_warps_do_in_shared_memory() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["wgmma.mma_async %r1, %r2", "cvt.rz.bf16.f32 %rs1, %r2", "setp.lt.and.f32 %p1, %r1, %r2, %p2", "mov.b32 %q1, 0"],
+    [
+        "wgmma.mma_async %r1, %r2",
+        "cvt.rz.bf16.f32 %rs1, %r2",
+        "setp.lt.and.f32 %p1, %r1, %r2, %p2",
+        "mov.b32 %q1, 0",
+        "mov.b32 %r1, WARP_SZ",
+        "fma.rn.relu.bf16 %rs1, %rs2, %rs3, %rs4",
+        "fma.rn.f64 %rd1, %rd2, %rd3, %rd4",
+        "add.ftz.f16 %rs1, %rs2, %rs3",
+        "bar.arrive 1, 128",
+        "bar.red.popc.u32 %r1, 0, %p1",
+        "bfe.u32 %r1, %r2, %r3, 4",
+        "call.uni helper, (param0)",
+        "ld.param.v2.b32 {%r1, %r2}, [k_param_0]",
+    ],
 )
 def test_what_is_not_known_is_named(text: str) -> None:
     with pytest.raises(Unsupported, match=text.split()[0].replace(".", r"\.")):
         kernel(f"{text};")
+
+
+def test_parameters_that_are_not_numbers_are_named() -> None:
+    text = ".visible .entry k(\n.param .align 64 .b8 k_param_0[128],\n.param .u32 k_param_1\n)\n{\nret;\n}\n"
+    with pytest.raises(Unsupported, match="the parameters of k"):
+        parse(text)

@@ -58,8 +58,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         "NULL_GPU_MEMORY": str(options.memory),
     }
     if options.compute:  # kernels end as PTX, which no other process may find in its cache
-        caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-        environment |= {name: os.environ.get(name, str(folder / "cache")) for name in caches}
+        environment |= dict.fromkeys(("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), str(folder / "cache"))
     try:
         os.execvpe(options.command[0], options.command, environment)
     except OSError as error:

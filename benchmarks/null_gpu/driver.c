@@ -10,10 +10,10 @@ typedef struct { const char *code, *name; } Function;
 typedef struct { unsigned grid[3], block[3], shared; } Config; /* how CUlaunchConfig begins */
 enum { LAUNCH_FAILED = 719 };
 static Launch *on_launch;
-static char message[800];
 void null_launch_with(Launch *f) { on_launch = f; }
-void null_say(const char *text) { strncpy(message, text, sizeof message - 1); }
 
+extern char null_message[];
+extern void null_say(const char *);
 extern int null_started, null_reachable(void *), cudaDeviceGetAttribute(int *, int, int);
 static int context;
 
@@ -25,7 +25,7 @@ int cuDevicePrimaryCtxRetain(void **c, int d) { return *c = &context, 0; }
 int cuDevicePrimaryCtxGetState(int d, unsigned *flags, int *active) { return *active = 1, 0; }
 int cuCtxGetCurrent(void **c) { return *c = &context, 0; }
 int cuCtxGetLimit(size_t *v, int limit) { return *v = 1 << 20, 0; }
-int cuGetErrorString(int e, const char **s) { return *s = e == LAUNCH_FAILED ? message : "null GPU", 0; }
+int cuGetErrorString(int e, const char **s) { return *s = e == LAUNCH_FAILED ? null_message : "null GPU", 0; }
 int cuGetErrorName(int e, const char **s) { return *s = "null GPU", 0; }
 
 /* What is loaded is machine code, of which nothing is kept, or PTX, which is text. */
@@ -49,7 +49,10 @@ int cuModuleGetFunction(void **f, void *m, const char *name) {
   return *f = made, 0;
 }
 static int launch(Function *f, const unsigned grid[3], unsigned threads, unsigned shared, void **parameters) {
-  return on_launch && *f->code ? on_launch(f->code, f->name, grid, threads, shared, parameters) : 0;
+  if (!on_launch) return 0;
+  if (*f->code) return on_launch(f->code, f->name, grid, threads, shared, parameters);
+  null_say("machine code cannot be executed here, only Triton's PTX");
+  return LAUNCH_FAILED;
 }
 int cuLaunchKernelEx(const Config *c, Function *f, void **parameters) {
   return launch(f, c->grid, c->block[0] * c->block[1] * c->block[2], c->shared, parameters);

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 __all__ = ["capturing", "install", "record"]
 
-_Replay = ctypes.CFUNCTYPE(None, ctypes.c_ulonglong)
+_LAUNCH_FAILED = 719
+_Replay = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong)
 _runtime = ctypes.CDLL(None)  # libnull.so, preloaded
 _captured: dict[int, list[Callable[[], None]]] = defaultdict(list)
 
@@ -20,9 +21,14 @@ def install() -> None:
     _runtime.null_capture.restype = ctypes.c_ulonglong
 
     @_Replay
-    def replay(capture: int) -> None:
-        for again in _captured[capture]:
-            again()
+    def replay(capture: int) -> int:
+        try:
+            for again in _captured[capture]:
+                again()
+        except Exception as error:
+            _runtime.null_say(f"in a graph: {error}".encode())
+            return _LAUNCH_FAILED
+        return 0
 
     _runtime.null_replay_with(replay)
     install.kept = replay  # or Python would free what the runtime calls

@@ -1,4 +1,4 @@
-"""Triton's kernels on the null GPU: their PTX for sm_90 is executed on the CPU (`ptx/`), whoever launches them.
+"""Triton's kernels on the null GPU: their PTX is executed on the CPU (`ptx/`), whoever launches them.
 
 Triton, and Inductor through it, compiles as for a GPU, down to PTX; what the driver would be given as machine code is
 that text. An error in a kernel is the launch's, at once, with what was wrong.
@@ -50,7 +50,7 @@ def install() -> None:
             again()
             record(again)
         except Exception as error:
-            driver.null_say(f"{name.decode()}: {error}".encode())
+            runtime.null_say(f"{name.decode()}: {error}".encode())
             return _LAUNCH_FAILED
         return 0
 

@@ -188,7 +188,11 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *f, int b, size_t s) { return *n = 2, OK; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int b, size_t s, unsigned x) { return *n = 2, OK; }
-const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "out of memory" : "null GPU"; }
+char null_message[800]; /* what was wrong with the kernel that failed last */
+void null_say(const char *text) { strncpy(null_message, text, sizeof null_message - 1); }
+const char *cudaGetErrorString(cudaError_t e) {
+  return e == cudaErrorMemoryAllocation ? "out of memory" : e == cudaErrorLaunchFailure ? null_message : "null GPU";
+}
 const char *cudaGetErrorName(cudaError_t e) { return "null GPU"; }
 static int nothing(void) { return 0; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned v, unsigned long long flags, enum cudaDriverEntryPointQueryResult *found) {
@@ -202,8 +206,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigne
 static void *handle(void) { return calloc(1, 64); }
 static int capturing;
 static unsigned long long capture; /* the number of the last one, with which its graphs begin */
-static void (*on_replay)(unsigned long long);
-void null_replay_with(void (*f)(unsigned long long)) { on_replay = f; }
+static int (*on_replay)(unsigned long long);
+void null_replay_with(int (*f)(unsigned long long)) { on_replay = f; }
 unsigned long long null_capture(void) { return capturing ? capture : 0; }
 static enum cudaStreamCaptureStatus status(void) { return capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone; }
 cudaError_t cudaStreamCreate(cudaStream_t *s) { return *s = handle(), OK; }
@@ -247,8 +251,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *e, cudaGraph_t g, uns
   return OK;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
-  if (on_replay) on_replay(*(unsigned long long *)e);
-  return OK;
+  return on_replay ? on_replay(*(unsigned long long *)e) : OK;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *data, unsigned flags) { return f(s, OK, data), OK; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *data) { return f(data), OK; }

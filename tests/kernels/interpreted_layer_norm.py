@@ -160,7 +160,7 @@ MUTANTS = {
     "rstd forgotten in dx": ("- by_mean) * rstd", "- by_mean)"),
     "dw without x_hat": ("dw += dy * x_hat", "dw += dy"),
     "last program's sums lost": ("return dx, partial.sum(1)", "return dx, partial[:, :-1].sum(1)"),
-    "sums of a program over each other": ("ROWS + tl.arange(0, ROWS))", "ROWS + tl.arange(0, ROWS) * 0)"),
+    "sums of a program over each other": ("return (program * ROWS + ", "return (program * ROWS + 0 * "),
     "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
 }
 

@@ -3,8 +3,8 @@
 Where threads part, those that are furthest behind go on first, so that they meet again; a barrier that only some of a
 program's threads reach is a fault. Faults, too: addresses outside of what was allocated or not aligned, and shared
 memory that warps write and read without a barrier between them, whichever of them would have been first on a GPU.
-Shared memory begins as all ones (NaN), registers do. Warps of one program are in step here, threads of a warp, too: a
-race within a warp, or between programs, is not seen.
+Shared memory begins as all ones (NaN), registers do. All threads are in step here: a race within a warp, or through
+global memory, is not seen.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class _Machine:
             bits: np.full((rows, lanes), -1, f"i{bits // 8}") for bits, rows in program.counts.items() if bits > 1
         }
         self.registers = (
-            None,
             *(widths[16].view(kind) for kind in ("u2", "i2", "f2")),
             *(widths[32].view(kind) for kind in ("u4", "i4", "f4")),
             *(widths[64].view(kind) for kind in ("u8", "i8", "f8")),
@@ -102,7 +101,7 @@ class _Machine:
         self.ctaid_z = (of // (grid[0] * grid[1])).astype(np.uint32)
         self.warp = each // 32
         self.first_of_warp = np.arange(lanes) // 32 * 32
-        self.room = (shared + 15) // 16 * 16
+        self.bytes, self.room = shared, (shared + 15) // 16 * 16
         bytes_ = np.full(len(chunk) * self.room, 255, np.uint8)
         self.shared = {n: bytes_.view(f"u{n}") for n in (1, 2, 4, 8)}
         self.shared_start = np.repeat(np.arange(len(chunk)) * self.room, threads)
@@ -112,7 +111,7 @@ class _Machine:
     def run(self) -> None:
         waiting: dict[int, Any] = {0: True}
         while waiting:
-            at = min(waiting)
+            at = min(waiting, key=self.program.order)
             m = waiting.pop(at)
             if at >= len(self.program.blocks):
                 continue
@@ -199,12 +198,17 @@ class _Machine:
         places = self._shared_places(where, offset, active, each * len(values))
         self._touch(places, each * len(values), self.warp[active], writes=True)
         for i, value in enumerate(values):
-            self.shared[each][places // each + i] = np.broadcast_to(value, self.count)[active]
+            value = np.broadcast_to(value, self.count)[active]
+            self.shared[each][places // each + i] = value
+            # Warps may write the same there, as copies of a layout do, and threads of a warp one after the other.
+            lost = self.shared[each][places // each + i] != value
+            if (lost & (self.writers[places] != self.warp[active])).any():
+                raise Fault("two warps write to one place in shared memory")
 
     def _shared_places(self, where, offset: int, active, size: int) -> np.ndarray:
         addresses = np.broadcast_to(where, self.count)[active].astype(np.int64) + offset
-        if (addresses < 0).any() or (addresses + size > self.room).any():
-            raise Fault(f"shared memory has {self.room} bytes, and byte {addresses.max() + size - 1} is used")
+        if (addresses < 0).any() or (addresses + size > self.bytes).any():
+            raise Fault(f"shared memory has {self.bytes} bytes, and byte {addresses.max() + size - 1} is used")
         if (addresses % size).any():
             raise Fault(f"an address of {size} bytes in shared memory is not a multiple of that")
         return addresses + self.shared_start[active]

@@ -9,6 +9,7 @@ __all__ = [
     "flush",
     "fma",
     "fma_down",
+    "fma_narrow",
     "high",
     "logarithm",
     "off",
@@ -34,7 +35,8 @@ def flush(x):
 
 
 def off(exact, argument, bound: float, of=None):
-    """`exact` in float64, to float32 with as large an error as is allowed, up or down by the argument's last bit.
+    """`exact` in float64, to float32 with as large an error as is allowed, up or down by the argument's last bit,
+    and rounded.
 
     `of`: what the bound is relative to, if not to the result itself.
     """
@@ -49,15 +51,36 @@ def logarithm(x):
     return off(exact, x, 2**-22, np.where(np.abs(exact) < 1, 1.0, exact))
 
 
+def _to_odd(near, missing):
+    """Where something is `missing` to the exact value: of its two neighbours the odd one, from which any narrower type
+    is rounded to as from the value itself."""
+    bits = np.ascontiguousarray(near).view(f"u{near.dtype.itemsize}")
+    beyond = np.where((missing < 0) != (near < 0), bits - 1, bits) | 1
+    return np.where((missing == 0) | ~np.isfinite(near) | (near == 0), bits, beyond).astype(bits.dtype).view(near.dtype)
+
+
+def _product_and_sum(a, b, c):
+    """To odd in float64, in which the product is exact."""
+    product, c = np.broadcast_arrays(np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64))
+    total = product + c
+    other = total - product
+    return _to_odd(total, (product - (total - other)) + (c - other))
+
+
 def fma(a, b, c):
-    if np.float64 in (getattr(a, "dtype", None), getattr(b, "dtype", None), getattr(c, "dtype", None)):
-        raise NotImplementedError("fma.f64")
-    return np.float32(np.multiply(a, b, dtype=np.float64) + c)
+    return np.float32(_product_and_sum(a, b, c))
+
+
+def fma_narrow(a, b, c):
+    """In float32, but to odd: to be rounded to 16 bits."""
+    exact = _product_and_sum(a, b, c)
+    near = np.float32(exact)
+    return _to_odd(near, exact - near)
 
 
 def fma_down(a, b, c):
     """Rounded towards minus infinity."""
-    exact = np.multiply(a, b, dtype=np.float64) + c
+    exact = _product_and_sum(a, b, c)
     near = np.float32(exact)
     return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
 
@@ -82,20 +105,22 @@ def pair(low, high):
 
 
 def to_integer(x, kind):
-    """Whole numbers in floating point, saturated; no number becomes 0."""
-    limits = np.iinfo(kind)
-    wide = np.nan_to_num(np.asarray(x, np.float64), nan=0.0)
-    inside = np.where((wide >= limits.min) & (wide < float(limits.max) + (limits.bits < 64)), wide, 0).astype(kind)
-    return np.where(wide < limits.min, limits.min, np.where(wide > limits.max, limits.max, inside)).astype(kind)
+    """Whole numbers in floating point, saturated; no number becomes 0, or of 64 bits the sign's alone."""
+    limits, wide = np.iinfo(kind), np.asarray(x, np.float64)
+    above = float(limits.max) + (limits.bits < 64)  # the first number that is too large
+    inside = np.where((wide >= limits.min) & (wide < above), wide, 0).astype(kind)
+    found = np.where(wide < limits.min, limits.min, np.where(wide >= above, limits.max, inside)).astype(kind)
+    none = np.array(1 << 63, np.uint64).astype(kind) if limits.bits == 64 else np.array(0, kind)
+    return np.where(np.isnan(wide), none, found)
 
 
 def high(a, b):
     """The upper half of the product of integers."""
     kind = np.result_type(a, b)
     bits = kind.itemsize * 8
-    if bits == 32:
+    if bits < 64:
         wide = np.int64 if kind.kind == "i" else np.uint64
-        return (np.multiply(a, b, dtype=wide) >> 32).astype(kind)
+        return (np.multiply(a, b, dtype=wide) >> bits).astype(kind)
     a, b = np.broadcast_arrays(a, b)
     x, y = a.astype(np.uint64), b.astype(np.uint64)
     low, mask = np.uint64(32), np.uint64(0xFFFFFFFF)

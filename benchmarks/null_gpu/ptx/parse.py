@@ -45,6 +45,7 @@ class Kernel:
     parameters: dict[str, int]  # their names and bytes, in order
     registers: dict[str, str]  # by name, or by what their names begin with, as "%rd": their type, as "b64"
     blocks: list[Block]
+    variables: set[str]  # of shared and of global memory
 
 
 def parse(text: str) -> Kernel:
@@ -54,16 +55,17 @@ def parse(text: str) -> Kernel:
     if entry is None:
         raise Unsupported("PTX without an entry")
     name, parameters, rest = entry.groups()
+    declared = list(re.finditer(r"\.param \.[busf](\d+)[^,]*?([\w$]+)\s*(?:,|$)", parameters))
+    if len(declared) != parameters.count(".param"):
+        raise Unsupported(f"the parameters of {name}")
     body = _between_braces(rest)
     registers = {prefix: kind for kind, prefix in re.findall(r"\.reg\s+\.(\w+)\s+(%\w+)<\d+>", body)}
     return Kernel(
         name,
-        {
-            declared[2]: _SIZES[declared[1]]
-            for declared in re.finditer(r"\.param \.[busf](\d+)[^,]*?([\w$]+)\s*(?:,|$)", parameters)
-        },
+        {parameter[2]: _SIZES[parameter[1]] for parameter in declared},
         registers,
         _blocks(body, registers),
+        set(re.findall(r"\.(?:shared|global)\b[^;=]*?([\w$]+)\s*\[", text)),
     )
 
 

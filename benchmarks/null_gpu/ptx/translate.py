@@ -35,8 +35,11 @@ class Program:
         self.rows: dict[str, int] = {}  # of each register in the array of its width
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
         self.constants: dict[str, Any] = {}
+        self._variables = kernel.variables
         self._widths = {prefix: _BITS[kind] for prefix, kind in kernel.registers.items()}
         labels = {block.label: i for i, block in enumerate(kernel.blocks) if block.label}
+        # A failed assertion is what is wrong, wherever its block stands.
+        self.traps = {i for i, block in enumerate(kernel.blocks) if any(each.op == "trap" for each in block.body)}
         self.jumps: list[int | None] = []  # where each block's jump goes: a block, -1 for the end, None without one
         source: list[str] = []
         for i, block in enumerate(kernel.blocks):
@@ -50,14 +53,16 @@ class Program:
         exec(code, space)
         self.blocks: list[FunctionType] = [space[f"block_{i}"] for i in range(len(kernel.blocks))]
 
+    def order(self, block: int) -> tuple[bool, int]:
+        """Of the blocks that threads wait at, the least runs first: so they meet again where the text goes on."""
+        return block not in self.traps, block
+
     def _block(self, block: Block) -> list[str]:
-        lines = [
-            "u8, u16, s16, f16, u32, s32, f32, u64, s64, f64, p = s.registers",
-        ]
+        lines = ["u16, s16, f16, u32, s32, f32, u64, s64, f64, p = s.registers"]
         for instruction in block.body:
             try:
                 lines += self._lines(instruction)
-            except (Unsupported, KeyError, ValueError, IndexError) as error:
+            except (Unsupported, KeyError, ValueError, IndexError, TypeError) as error:
                 raise Unsupported(f"{self.name}: {instruction.text} ({error!r})") from error
         return lines
 
@@ -77,7 +82,7 @@ class Program:
 
     def row(self, name: str) -> tuple[int, int]:
         """A register's width in bits and its place in the array of those."""
-        width = self._widths.get(name) or self._widths[re.match(r"%[a-z]+", name)[0]]
+        width = self._widths.get(name) or self._widths[name.rstrip("0123456789")]
         if name not in self.rows:
             self.rows[name] = self.counts[width]
             self.counts[width] += 1
@@ -103,6 +108,8 @@ class Program:
         if operand.startswith("%"):
             found = self.register(operand, kind)
             return f"{found}.astype(np.float32)" if kind == "f16" else found
+        if operand in self._variables:  # shared memory begins at 0; what is in others is not read
+            operand = "0"
         return self.constant(_immediate(operand, kind))
 
     def constant(self, value: Any) -> str:
@@ -145,7 +152,7 @@ def _immediate(text: str, kind: str) -> Any:
         if kind[0] in "bus":  # a float's bits, moved as such
             return getattr(np, _numpy(kind))(bits)
         return np.float64(value) if kind == "f64" else np.float32(value)
-    if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)U?", text):
+    if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|0|[1-9]\d*)U?", text):
         number = int(text.rstrip("U"), 0)
         if kind in ("f16", "bf16"):
             raise Unsupported(f"{text} as {kind}")
@@ -155,8 +162,6 @@ def _immediate(text: str, kind: str) -> Any:
             raise Unsupported(f"{text} as {kind}")
         bits = _BITS[kind]
         return np.array(number & ((1 << bits) - 1), f"uint{bits}").view(_numpy(kind))[()]
-    if re.fullmatch(r"[\w$]+", text):  # the name of a variable: shared memory begins at 0, others are not read
-        return getattr(np, _numpy(kind))(0)
     raise Unsupported(f"the operand {text}")
 
 
@@ -176,7 +181,17 @@ def _emits(*names: str) -> Callable[[_Emit], _Emit]:
 
 
 def _flushed(i: Instruction, value: str) -> str:
-    return f"flush({value})" if "ftz" in i.modifiers else value
+    if "ftz" not in i.modifiers:
+        return value
+    if "f16" in i.modifiers or "bf16" in i.modifiers:
+        raise Unsupported("subnormal numbers of 16 bits")
+    return f"flush({value})"
+
+
+def _only(i: Instruction, *known: str) -> None:
+    """Modifiers that are not known change what an instruction means."""
+    if unknown := set(i.modifiers[:-1]) - set(known):
+        raise Unsupported(f"the modifiers {unknown}")
 
 
 def _arguments(p: Program, i: Instruction, kind: str, count: int) -> list[str]:
@@ -191,8 +206,7 @@ _INFIX = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 @_emits(*_INFIX, "mul", "div", "rem", "min", "max")
 def _binary(p: Program, i: Instruction, m: str) -> list[str]:
     kind = i.kind
-    if set(i.modifiers[:-1]) - {"rn", "ftz", "full", "approx", "lo", "hi", "wide", "NaN"}:
-        raise Unsupported("modifiers")
+    _only(i, "rn", "ftz", "full", "approx", "lo", "hi", "wide", "NaN")
     floating = kind[0] == "f" or kind == "bf16"
     if i.op == "mul" and "wide" in i.modifiers:
         return _mad(p, i, m)
@@ -218,11 +232,14 @@ def _binary(p: Program, i: Instruction, m: str) -> list[str]:
 def _mad(p: Program, i: Instruction, m: str) -> list[str]:
     kind = i.kind
     if kind[0] == "f" or kind == "bf16":
+        _only(i, "rn", "rm", "ftz")
         a, b, c = _arguments(p, i, kind, 3)
-        which = "fma_down" if "rm" in i.modifiers else "fma"
-        if not {"rn", "rm"} & set(i.modifiers):
+        which = "fma" if kind in ("f32", "f32x2") else "fma_narrow"
+        which = "fma_down" if "rm" in i.modifiers else which
+        if not {"rn", "rm"} & set(i.modifiers) or kind == "f64" or (which == "fma_down" and kind != "f32"):
             raise Unsupported("rounding")
         return p.put(i.operands[0], _flushed(i, f"{which}({a}, {b}, {c})"), kind, m)
+    _only(i, "wide", "lo")
     wide = f"{kind[0]}{2 * _BITS[kind]}" if "wide" in i.modifiers else kind.replace("s", "u")
     a, b = (p.value(operand, kind if "wide" in i.modifiers else wide) for operand in i.operands[1:3])
     if "wide" in i.modifiers:
@@ -241,6 +258,8 @@ def _shift(p: Program, i: Instruction, m: str) -> list[str]:
 
 @_emits("bfe")
 def _bfe(p: Program, i: Instruction, m: str) -> list[str]:
+    if any(operand.startswith("%") for operand in i.operands[2:]):
+        raise Unsupported("bits that are not constant")
     a, start, length = p.value(i.operands[1], i.kind), *(p.value(o, "u32") for o in i.operands[2:])
     return p.put(i.operands[0], f"extract({a}, {start}, {length})", i.kind, m)
 
@@ -254,6 +273,7 @@ def _prmt(p: Program, i: Instruction, m: str) -> list[str]:
 
 @_emits("neg", "abs", "not")
 def _unary(p: Program, i: Instruction, m: str) -> list[str]:
+    _only(i, "ftz")
     (a,) = _arguments(p, i, i.kind, 1)
     return p.put(i.operands[0], {"neg": f"-{a}", "abs": f"np.abs({a})", "not": f"~{a}"}[i.op], i.kind, m)
 
@@ -262,6 +282,7 @@ def _unary(p: Program, i: Instruction, m: str) -> list[str]:
 def _transcendental(p: Program, i: Instruction, m: str) -> list[str]:
     if i.kind != "f32":
         raise Unsupported("type")
+    _only(i, "rn", "approx", "ftz")
     (a,) = _arguments(p, i, "f32", 1)
     wide = f"np.asarray({a}).astype(np.float64)"
     value = {
@@ -275,6 +296,8 @@ def _transcendental(p: Program, i: Instruction, m: str) -> list[str]:
     if i.op == "lg2":
         return p.put(i.operands[0], _flushed(i, value), "f32", m)
     exact = f"np.float32({value})" if i.modifiers[0] == "rn" else f"off({value}, {a}, {_BOUNDS[i.op]!r})"
+    if i.op == "ex2":
+        exact = f"np.where({a} == 0, np.float32(1), {exact})"
     return p.put(i.operands[0], _flushed(i, exact), "f32", m)
 
 
@@ -383,7 +406,7 @@ def _ld(p: Program, i: Instruction, m: str) -> list[str]:
     space, kind = i.modifiers[0], i.kind
     base, offset = p.address(i.operands[1])
     targets = _vector(i.operands[0])
-    if space == "param":
+    if space == "param" and len(targets) == 1:
         return p.put(targets[0], f"s.parameter({base!r}, {offset}, np.{_numpy(kind)})", kind, m)
     if space not in ("global", "shared"):
         raise Unsupported("memory")
@@ -447,8 +470,7 @@ def _matrix(p: Program, i: Instruction, m: str) -> list[str]:
     if "m8n8" not in i.modifiers or i.kind != "b16":
         raise Unsupported("form")
     loads = i.op == "ldmatrix"
-    where, registers = i.operands if loads else i.operands[::-1]
-    where, registers = (registers, where)
+    registers, where = i.operands if loads else i.operands[::-1]
     base, offset = p.address(where)
     address, transposed = p.value(base, "u32"), "trans" in i.modifiers
     names = _vector(registers)
@@ -463,11 +485,17 @@ def _matrix(p: Program, i: Instruction, m: str) -> list[str]:
 
 @_emits("bar", "barrier")
 def _bar(p: Program, i: Instruction, m: str) -> list[str]:
-    return [] if "warp" in i.modifiers else [f"s.barrier({m})"]
+    if i.modifiers == ("warp", "sync"):
+        return []
+    if i.modifiers != ("sync",) or i.operands != ("0",):
+        raise Unsupported("form")
+    return [f"s.barrier({m})"]
 
 
 @_emits("call", "trap")
 def _trap(p: Program, i: Instruction, m: str) -> list[str]:
+    if i.op == "call" and i.operands[0] != "__assertfail":
+        raise Unsupported("a function")
     return [f"s.trap({i.text!r}, {m})"]
 
 
