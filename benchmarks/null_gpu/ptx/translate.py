@@ -1,30 +1,24 @@
-"""Instructions of PTX -> Python that computes them with NumPy, for all threads at once.
+"""A kernel of PTX -> Python functions, one a basic block.
 
 A register is a row of an array, with a number for each thread; `m` is where threads are active, True if everywhere.
-What the hardware computes to within a bound only (`ex2.approx`, `rsqrt.approx`, ...) comes out at that bound, up or
-down by the last bit of its argument: a test that passes by luck of good rounding fails. Bounds: the PTX ISA's.
 """
 
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 
 from benchmarks.null_gpu.ptx import numerics
+from benchmarks.null_gpu.ptx.instructions import EMIT
+from benchmarks.null_gpu.ptx.operands import BITS, immediate, numpy_name
 from benchmarks.null_gpu.ptx.parse import Block, Instruction, Kernel, Unsupported
 
 __all__ = ["Program", "translate"]
 
-_BITS = {f"{letter}{bits}": bits for letter in "busf" for bits in (8, 16, 32, 64)}
-_BITS |= {"pred": 1, "bf16": 16, "f32x2": 64}
 _SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid)\.([xyz])$|%(laneid)$")
-# Relative error of what is approximate.
-_BOUNDS = {"ex2": 2**-22, "rsqrt": 2**-22.9, "sqrt": 2**-23, "rcp": 2**-23, "div": 2**-22, "tanh": 2**-11}
 
 
 class Program:
@@ -36,7 +30,7 @@ class Program:
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
         self.constants: dict[str, Any] = {}
         self._variables = kernel.variables
-        self._widths = {prefix: _BITS[kind] for prefix, kind in kernel.registers.items()}
+        self._widths = {prefix: BITS[kind] for prefix, kind in kernel.registers.items()}
         labels = {block.label: i for i, block in enumerate(kernel.blocks) if block.label}
         # A failed assertion is what is wrong, wherever its block stands.
         self.traps = {i for i, block in enumerate(kernel.blocks) if any(each.op == "trap" for each in block.body)}
@@ -72,7 +66,7 @@ class Program:
             guard = f"{'~' if i.guard[0] == '!' else ''}{self.register(i.guard.lstrip('!'), 'pred')}"
         if i.op in ("bra", "ret"):
             return [f"return {guard or 'True'}"]
-        emit = _EMIT.get(i.op)
+        emit = EMIT.get(i.op)
         if emit is None:
             raise Unsupported("unknown instruction")
         lines = emit(self, i, "m" if guard is None else "n")
@@ -94,12 +88,12 @@ class Program:
         kind = kind.replace("b", "u") if kind != "bf16" else kind
         if width == 1:
             return f"p[{row}]"
-        if _BITS[kind] == width:
+        if BITS[kind] == width:
             packed = {"bf16": f"wide_bf16(u16[{row}])", "f32x2": f"u64[{row}].view(np.float32)"}  # two for each thread
             return packed.get(kind, f"{kind}[{row}]")
-        if _BITS[kind] > width or kind[0] == "f":
+        if BITS[kind] > width or kind[0] == "f":
             raise Unsupported(f"{name} as {kind}")
-        return f"u{width}[{row}].astype(np.{_numpy(kind)})"
+        return f"u{width}[{row}].astype(np.{numpy_name(kind)})"
 
     def value(self, operand: str, kind: str) -> str:
         """What reads `operand`; 16-bit floats come widened to float32."""
@@ -110,7 +104,7 @@ class Program:
             return f"{found}.astype(np.float32)" if kind == "f16" else found
         if operand in self._variables:  # shared memory begins at 0; what is in others is not read
             operand = "0"
-        return self.constant(_immediate(operand, kind))
+        return self.constant(immediate(operand, kind))
 
     def constant(self, value: Any) -> str:
         name = f"{type(value).__name__}_{np.asarray(value).tobytes().hex()}"
@@ -129,7 +123,7 @@ class Program:
         if kind == "f32x2":
             return [f"np.copyto(u64[{row}], ({value}).view(np.uint64), where={m})"]
         letter = "f" if kind[0] == "f" else "s" if kind[0] == "s" else "u"
-        if letter == "f" and _BITS[kind] != width:
+        if letter == "f" and BITS[kind] != width:
             raise Unsupported(f"{kind} into {target}")
         return [f"np.copyto({letter}{width}[{row}], {value}, where={m}, casting='unsafe')"]
 
@@ -139,369 +133,6 @@ class Program:
         if found is None:
             raise Unsupported(f"the address {operand}")
         return found[1], found[2] or "0"
-
-
-def _numpy(kind: str) -> str:
-    return {"f": "float", "s": "int", "u": "uint", "b": "uint"}[kind[0]] + kind[1:]
-
-
-def _immediate(text: str, kind: str) -> Any:
-    if found := re.fullmatch(r"0([fd])([0-9A-Fa-f]+)", text):
-        value = struct.unpack("!f" if found[1] == "f" else "!d", bytes.fromhex(found[2]))[0]
-        bits = int(found[2], 16)
-        if kind[0] in "bus":  # a float's bits, moved as such
-            return getattr(np, _numpy(kind))(bits)
-        return np.float64(value) if kind == "f64" else np.float32(value)
-    if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|0|[1-9]\d*)U?", text):
-        number = int(text.rstrip("U"), 0)
-        if kind in ("f16", "bf16"):
-            raise Unsupported(f"{text} as {kind}")
-        if kind == "pred":
-            return np.bool_(number != 0)
-        if kind[0] == "f":
-            raise Unsupported(f"{text} as {kind}")
-        bits = _BITS[kind]
-        return np.array(number & ((1 << bits) - 1), f"uint{bits}").view(_numpy(kind))[()]
-    raise Unsupported(f"the operand {text}")
-
-
-# --- instructions -----------------------------------------------------------------------------------------------------
-
-_Emit = Callable[[Program, Instruction, str], list[str]]
-_EMIT: dict[str, _Emit] = {}
-
-
-def _emits(*names: str) -> Callable[[_Emit], _Emit]:
-    def keep(function: _Emit) -> _Emit:
-        for name in names:
-            _EMIT[name] = function
-        return function
-
-    return keep
-
-
-def _flushed(i: Instruction, value: str) -> str:
-    if "ftz" not in i.modifiers:
-        return value
-    if "f16" in i.modifiers or "bf16" in i.modifiers:
-        raise Unsupported("subnormal numbers of 16 bits")
-    return f"flush({value})"
-
-
-def _only(i: Instruction, *known: str) -> None:
-    """Modifiers that are not known change what an instruction means."""
-    if unknown := set(i.modifiers[:-1]) - set(known):
-        raise Unsupported(f"the modifiers {unknown}")
-
-
-def _arguments(p: Program, i: Instruction, kind: str, count: int) -> list[str]:
-    if len(i.operands) != count + 1:
-        raise Unsupported(f"{len(i.operands) - 1} operands")
-    return [_flushed(i, p.value(operand, kind)) for operand in i.operands[1:]]
-
-
-_INFIX = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
-
-
-@_emits(*_INFIX, "mul", "div", "rem", "min", "max")
-def _binary(p: Program, i: Instruction, m: str) -> list[str]:
-    kind = i.kind
-    _only(i, "rn", "ftz", "full", "approx", "lo", "hi", "wide", "NaN")
-    floating = kind[0] == "f" or kind == "bf16"
-    if i.op == "mul" and "wide" in i.modifiers:
-        return _mad(p, i, m)
-    if i.op in ("add", "sub") or (i.op == "mul" and "lo" in i.modifiers):
-        kind = kind.replace("s", "u")  # the same bits
-    a, b = _arguments(p, i, kind, 2)
-    if i.op in _INFIX:
-        value = f"{a} {_INFIX[i.op]} {b}"
-    elif i.op == "mul":
-        value = f"high({a}, {b})" if "hi" in i.modifiers else f"{a} * {b}"
-    elif i.op == "div" and floating:
-        value = f"{a} / {b}" if "rn" in i.modifiers else f"off({a}.astype(np.float64) / {b}, {a}, {_BOUNDS['div']!r})"
-    elif i.op in ("div", "rem"):
-        value = f"{'quotient' if i.op == 'div' else 'remainder'}({a}, {b})"
-    elif floating:
-        value = f"np.{i.op}imum({a}, {b})" if "NaN" in i.modifiers else f"np.f{i.op}({a}, {b})"
-    else:
-        value = f"np.{i.op}imum({a}, {b})"
-    return p.put(i.operands[0], _flushed(i, value) if floating else value, kind, m)
-
-
-@_emits("mad", "fma")
-def _mad(p: Program, i: Instruction, m: str) -> list[str]:
-    kind = i.kind
-    if kind[0] == "f" or kind == "bf16":
-        _only(i, "rn", "rm", "ftz")
-        a, b, c = _arguments(p, i, kind, 3)
-        which = "fma" if kind in ("f32", "f32x2") else "fma_narrow"
-        which = "fma_down" if "rm" in i.modifiers else which
-        if not {"rn", "rm"} & set(i.modifiers) or kind == "f64" or (which == "fma_down" and kind != "f32"):
-            raise Unsupported("rounding")
-        return p.put(i.operands[0], _flushed(i, f"{which}({a}, {b}, {c})"), kind, m)
-    _only(i, "wide", "lo")
-    wide = f"{kind[0]}{2 * _BITS[kind]}" if "wide" in i.modifiers else kind.replace("s", "u")
-    a, b = (p.value(operand, kind if "wide" in i.modifiers else wide) for operand in i.operands[1:3])
-    if "wide" in i.modifiers:
-        a = f"np.asarray({a}).astype(np.{_numpy(wide)})"
-    elif "lo" not in i.modifiers:
-        raise Unsupported("which half")
-    value = f"{a} * {b}" + (f" + {p.value(i.operands[3], wide)}" if i.op == "mad" else "")
-    return p.put(i.operands[0], value, wide, m)
-
-
-@_emits("shl", "shr")
-def _shift(p: Program, i: Instruction, m: str) -> list[str]:
-    a, by = p.value(i.operands[1], i.kind), p.value(i.operands[2], "u32")
-    return p.put(i.operands[0], f"{i.op}({a}, {by}, {_BITS[i.kind]})", i.kind, m)
-
-
-@_emits("bfe")
-def _bfe(p: Program, i: Instruction, m: str) -> list[str]:
-    if any(operand.startswith("%") for operand in i.operands[2:]):
-        raise Unsupported("bits that are not constant")
-    a, start, length = p.value(i.operands[1], i.kind), *(p.value(o, "u32") for o in i.operands[2:])
-    return p.put(i.operands[0], f"extract({a}, {start}, {length})", i.kind, m)
-
-
-@_emits("prmt")
-def _prmt(p: Program, i: Instruction, m: str) -> list[str]:
-    if i.modifiers != ("b32",):
-        raise Unsupported("mode")
-    return p.put(i.operands[0], f"permute({', '.join(_arguments(p, i, 'b32', 3))})", "b32", m)
-
-
-@_emits("neg", "abs", "not")
-def _unary(p: Program, i: Instruction, m: str) -> list[str]:
-    _only(i, "ftz")
-    (a,) = _arguments(p, i, i.kind, 1)
-    return p.put(i.operands[0], {"neg": f"-{a}", "abs": f"np.abs({a})", "not": f"~{a}"}[i.op], i.kind, m)
-
-
-@_emits("ex2", "lg2", "rsqrt", "sqrt", "rcp", "tanh")
-def _transcendental(p: Program, i: Instruction, m: str) -> list[str]:
-    if i.kind != "f32":
-        raise Unsupported("type")
-    _only(i, "rn", "approx", "ftz")
-    (a,) = _arguments(p, i, "f32", 1)
-    wide = f"np.asarray({a}).astype(np.float64)"
-    value = {
-        "ex2": f"np.exp2({wide})",
-        "lg2": f"logarithm({a})",
-        "rsqrt": f"1.0 / np.sqrt({wide})",
-        "sqrt": f"np.sqrt({wide})",
-        "rcp": f"1.0 / {wide}",
-        "tanh": f"np.tanh({wide})",
-    }[i.op]
-    if i.op == "lg2":
-        return p.put(i.operands[0], _flushed(i, value), "f32", m)
-    exact = f"np.float32({value})" if i.modifiers[0] == "rn" else f"off({value}, {a}, {_BOUNDS[i.op]!r})"
-    if i.op == "ex2":
-        exact = f"np.where({a} == 0, np.float32(1), {exact})"
-    return p.put(i.operands[0], _flushed(i, exact), "f32", m)
-
-
-_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">"}
-
-
-@_emits("setp")
-def _setp(p: Program, i: Instruction, m: str) -> list[str]:
-    kind, how = i.kind, i.modifiers[0]
-    if len(i.operands) != 3 or "|" in i.operands[0] or set(i.modifiers[1:-1]) - {"ftz"}:
-        raise Unsupported("form")
-    a, b = _arguments(p, i, kind, 2)
-    if how in ("nan", "num"):
-        value = f"{'~' if how == 'num' else ''}(np.isnan({a}) | np.isnan({b}))"
-    elif how in _COMPARE and how != "ne":
-        value = f"{a} {_COMPARE[how]} {b}"
-    elif how == "ne":  # of floats: both must be numbers
-        value = f"({a} < {b}) | ({a} > {b})" if kind[0] == "f" or kind == "bf16" else f"{a} != {b}"
-    elif how.removesuffix("u") in _COMPARE:  # or if one is none
-        opposite = {"eq": "({a} < {b}) | ({a} > {b})", "lt": "{a} >= {b}", "le": "{a} > {b}", "gt": "{a} <= {b}"}
-        opposite |= {"ge": "{a} < {b}", "ne": "{a} == {b}"}
-        value = f"~({opposite[how.removesuffix('u')].format(a=a, b=b)})"
-    else:
-        raise Unsupported("comparison")
-    return p.put(i.operands[0], value, "pred", m)
-
-
-@_emits("selp")
-def _selp(p: Program, i: Instruction, m: str) -> list[str]:
-    kind = i.kind.replace("f", "b")  # the bits, whatever they are
-    a, b = (p.value(operand, kind) for operand in i.operands[1:3])
-    return p.put(i.operands[0], f"np.where({p.register(i.operands[3], 'pred')}, {a}, {b})", kind, m)
-
-
-@_emits("cvta")
-def _cvta(p: Program, i: Instruction, m: str) -> list[str]:
-    return p.put(i.operands[0], p.value(i.operands[1], "u64"), "u64", m)
-
-
-@_emits("mov")
-def _mov(p: Program, i: Instruction, m: str) -> list[str]:
-    target, source = i.operands
-    kind = i.kind.replace("f", "b")
-    if target[0] == "{":
-        names = _vector(target)
-        part = _BITS[kind] // len(names)
-        whole = p.value(source, kind)
-        return [
-            line
-            for place, name in enumerate(names)
-            for line in p.put(name, f"({whole} >> {place * part}).astype(np.uint{part})", f"b{part}", m)
-        ]
-    if source[0] == "{":
-        names = _vector(source)
-        part = _BITS[kind] // len(names)
-        parts = [
-            f"(np.asarray({p.value(name, f'b{part}')}).astype(np.uint{_BITS[kind]}) << {place * part})"
-            for place, name in enumerate(names)
-        ]
-        return p.put(target, " | ".join(parts), kind, m)
-    return p.put(target, p.value(source, kind), kind, m)
-
-
-@_emits("cvt")
-def _cvt(p: Program, i: Instruction, m: str) -> list[str]:
-    *how, to, source = i.modifiers
-    if to in ("f16x2", "bf16x2"):  # the first operand is the upper half
-        if how != ["rn"] or source != "f32":
-            raise Unsupported("rounding")
-        high, low = _arguments(p, i, "f32", 2)
-        narrow = "to_bf16" if to == "bf16x2" else "to_f16"
-        return p.put(i.operands[0], f"pair({narrow}({low}), {narrow}({high}))", "b32", m)
-    (a,) = _arguments(p, i, source, 1)
-    a = f"np.asarray({a})"
-    floats = {"f16", "bf16", "f32", "f64"}
-    rounding = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
-    whole = [rounding[word] for word in how if word in rounding]
-    if set(how) - {"rn", "ftz", "sat", *rounding}:
-        raise Unsupported("rounding")
-    if to in floats:
-        if source not in floats and "rn" not in how and _BITS[source] > 16:
-            raise Unsupported("rounding")
-        value = f"{whole[0]}({a})" if whole else a
-        if to in ("f32", "f64"):
-            value = f"{value}.astype(np.{_numpy(to)})"
-        if to == "f16":
-            value = f"to_f16({value}).view(np.float16)"
-        if "sat" in how:
-            value = f"np.nan_to_num(np.clip({value}, 0, 1), nan=0.0)"
-        return p.put(i.operands[0], _flushed(i, value), to, m)
-    if source in floats:
-        if not whole:
-            raise Unsupported("rounding")
-        return p.put(i.operands[0], f"to_integer({whole[0]}({a}), np.{_numpy(to)})", to, m)
-    if "sat" in how:
-        raise Unsupported("saturation")
-    return p.put(i.operands[0], f"{a}.astype(np.{_numpy(to)})", to, m)
-
-
-def _vector(operand: str) -> list[str]:
-    return [part.strip() for part in operand.strip("{}").split(",")] if operand[0] == "{" else [operand]
-
-
-@_emits("ld")
-def _ld(p: Program, i: Instruction, m: str) -> list[str]:
-    space, kind = i.modifiers[0], i.kind
-    base, offset = p.address(i.operands[1])
-    targets = _vector(i.operands[0])
-    if space == "param" and len(targets) == 1:
-        return p.put(targets[0], f"s.parameter({base!r}, {offset}, np.{_numpy(kind)})", kind, m)
-    if space not in ("global", "shared"):
-        raise Unsupported("memory")
-    where = p.value(base, "u64" if space == "global" else "u32")
-    lines = [f"found = s.load_{space}({where}, {offset}, {_BITS[kind] // 8}, {len(targets)}, {m})"]
-    for place, target in enumerate(targets):
-        value = f"found[{place}]" + ("" if kind[0] in "bu" else f".view(np.{_numpy(kind)})")
-        lines += p.put(target, value, kind, m)
-    return lines
-
-
-@_emits("st")
-def _st(p: Program, i: Instruction, m: str) -> list[str]:
-    space, kind = i.modifiers[0], i.kind.replace("s", "b").replace("f", "b")
-    if space == "param":  # of what a failed assertion says
-        return []
-    if space not in ("global", "shared"):
-        raise Unsupported("memory")
-    base, offset = p.address(i.operands[0])
-    where = p.value(base, "u64" if space == "global" else "u32")
-    values = ", ".join(p.value(source, kind) for source in _vector(i.operands[1]))
-    return [f"s.store_{space}({where}, {offset}, {_BITS[kind] // 8}, [{values}], {m})"]
-
-
-@_emits("atom", "red")
-def _atom(p: Program, i: Instruction, m: str) -> list[str]:
-    operands = list(i.operands) if i.op == "atom" else ["_", *i.operands]
-    if i.modifiers[0] != "global" or "add" not in i.modifiers or i.kind not in ("f32", "u32", "u64"):
-        raise Unsupported("atomic operation")
-    base, offset = p.address(operands[1])
-    values = ", ".join(p.value(source, i.kind) for source in _vector(operands[2]))
-    lines = [f"found = s.add_global({p.value(base, 'u64')}, {offset}, np.{_numpy(i.kind)}, [{values}], {m})"]
-    for place, target in enumerate(_vector(operands[0])):
-        lines += p.put(target, f"found[{place}]", i.kind, m)
-    return lines
-
-
-@_emits("shfl")
-def _shfl(p: Program, i: Instruction, m: str) -> list[str]:
-    *_, members = i.operands
-    if i.modifiers[0] != "sync" or len(i.operands) != 5 or "|" in i.operands[0] or members not in ("-1", "0xffffffff"):
-        raise Unsupported("form")
-    a, by, clamp = (p.value(operand, "b32") for operand in i.operands[1:4])
-    return p.put(i.operands[0], f"s.shuffle({i.modifiers[1]!r}, {a}, {by}, {clamp}, {m})", "b32", m)
-
-
-@_emits("redux")
-def _redux(p: Program, i: Instruction, m: str) -> list[str]:
-    how, kind = i.modifiers[1], i.kind
-    if i.modifiers[0] != "sync" or how not in ("add", "min", "max", "and", "or", "xor") or "abs" in i.modifiers:
-        raise Unsupported("form")
-    functions = {"add": "np.add", "and": "np.bitwise_and", "or": "np.bitwise_or", "xor": "np.bitwise_xor"}
-    name = "f" + how if kind == "f32" and "NaN" not in i.modifiers else how + "imum"
-    a, members = p.value(i.operands[1], kind), p.value(i.operands[2], "b32")
-    value = f"s.reduce({functions.get(how, f'np.{name}')}, {a}, {members}, {m})"
-    return p.put(i.operands[0], value, kind, m)
-
-
-@_emits("ldmatrix", "stmatrix")
-def _matrix(p: Program, i: Instruction, m: str) -> list[str]:
-    if "m8n8" not in i.modifiers or i.kind != "b16":
-        raise Unsupported("form")
-    loads = i.op == "ldmatrix"
-    registers, where = i.operands if loads else i.operands[::-1]
-    base, offset = p.address(where)
-    address, transposed = p.value(base, "u32"), "trans" in i.modifiers
-    names = _vector(registers)
-    if not loads:
-        values = ", ".join(p.value(name, "b32") for name in names)
-        return [f"s.store_matrices({address}, {offset}, [{values}], {transposed}, {m})"]
-    lines = [f"found = s.load_matrices({address}, {offset}, {len(names)}, {transposed}, {m})"]
-    for place, name in enumerate(names):
-        lines += p.put(name, f"found[{place}]", "b32", m)
-    return lines
-
-
-@_emits("bar", "barrier")
-def _bar(p: Program, i: Instruction, m: str) -> list[str]:
-    if i.modifiers == ("warp", "sync"):
-        return []
-    if i.modifiers != ("sync",) or i.operands != ("0",):
-        raise Unsupported("form")
-    return [f"s.barrier({m})"]
-
-
-@_emits("call", "trap")
-def _trap(p: Program, i: Instruction, m: str) -> list[str]:
-    if i.op == "call" and i.operands[0] != "__assertfail":
-        raise Unsupported("a function")
-    return [f"s.trap({i.text!r}, {m})"]
-
-
-@_emits("createpolicy", "fence", "membar", "prefetch", "griddepcontrol")
-def _nothing(p: Program, i: Instruction, m: str) -> list[str]:
-    return []
 
 
 def translate(kernel: Kernel) -> Program:
