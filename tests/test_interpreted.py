@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import triton
+from packaging.version import Version
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.glob("*/interpreted_*.py"))
@@ -32,7 +33,7 @@ def test_in_the_interpreter(folder: str) -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_as_compiled_for_a_gpu(capability: int, folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    newest = triton.__version__ >= "3.6"
+    newest = Version(triton.__version__) >= Version("3.6")
     if capability == (80 if newest else 90) and request.config.option.markexpr == "not slow":
         pytest.skip(f"sm_{capability} with the {'pinned' if newest else 'modern'} stack, or in make test-all")
     run(folder, "-p", "emulated", EMULATED=str(capability), TRITON_CACHE_DIR=str(tmp_path))

@@ -53,7 +53,7 @@ def test_gpu_tests_pass(large: bool) -> None:
     """With PyTorch's operators computed on the CPU, and Triton's kernels, Inductor's among them, by the emulator."""
     assert set(gpu.marked()) > LARGE
     tests = [file for file in gpu.marked() if (file in LARGE) == large] + [GRAPHS] * (not large)
-    options = [option for test in [*LEFT_OUT, GRAPHS][: None if large else -1] for option in ("--deselect", test)]
+    options = [option for test in [*LEFT_OUT, *[GRAPHS] * large] for option in ("--deselect", test)]
     # Each tensor by itself, so that what is outside of one is outside of all; graphs need memory that stays.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if large else {}
     done = on_null_gpu("-m", "pytest", "-m", "gpu", "--durations=5", *options, *tests, compute=True, **alone)

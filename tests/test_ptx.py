@@ -14,7 +14,7 @@ from benchmarks.null_gpu.ptx.driver import launch
 from benchmarks.null_gpu.ptx.machine import Fault
 from benchmarks.null_gpu.ptx.numerics import wide_bf16
 from benchmarks.null_gpu.ptx.parse import Unsupported, parse
-from benchmarks.null_gpu.ptx.translate import Program, translate
+from benchmarks.null_gpu.ptx.translate import Program
 
 REGISTERS = {"16": "%rs", "32": "%r", "64": "%rd"}
 NUMPY = {"b": "u", "u": "u", "s": "i", "f": "f"}
@@ -24,7 +24,7 @@ def kernel(body: str, parameters: int = 2, threads: int = 32) -> Program:
     """`body`, after which %rd1, %rd2, ... point to the parameters and %r1 is the thread."""
     declared = ", ".join(f".param .u64 .ptr .global .align 16 k_param_{i}" for i in range(parameters))
     loads = "".join(f"ld.param.b64 %rd{i + 1}, [k_param_{i}];\n" for i in range(parameters))
-    return translate(
+    return Program(
         parse(
             f".version 8.4\n.target sm_90a\n.extern .shared .align 16 .b8 global_smem[];\n"
             f".visible .entry k(\n{declared}\n)\n.reqntid {threads}\n{{\n.reg .pred %p<9>;\n.reg .b16 %rs<99>;\n"

@@ -14,10 +14,10 @@ import numpy as np
 from benchmarks.null_gpu.graphs import record
 from benchmarks.null_gpu.ptx.load import program_of
 from benchmarks.null_gpu.ptx.machine import Memory, run
+from benchmarks.null_gpu.runtime import answer, runtime
 
 __all__ = ["install"]
 
-_LAUNCH_FAILED = 719
 _Grid = ctypes.POINTER(ctypes.c_uint)
 _Launch = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -28,7 +28,6 @@ _Launch = ctypes.CFUNCTYPE(
 def install() -> None:
     """From now on the driver executes what this process launches."""
     driver = ctypes.CDLL("libcuda.so.1")
-    runtime = ctypes.CDLL(None)  # libnull.so, preloaded
     runtime.null_memory.restype, runtime.null_span.restype = ctypes.c_void_p, ctypes.c_size_t
 
     def allocated(addresses: np.ndarray, count: int) -> np.ndarray:
@@ -43,16 +42,14 @@ def install() -> None:
 
     @_Launch
     def launch(code, name, grid, threads, shared, parameters) -> int:
-        try:
+        def execute() -> None:
             program = program_of(code)
             given = [ctypes.string_at(parameters[i], size) for i, size in enumerate(program.parameters.values())]
             again = partial(run, program, tuple(grid[:3]), threads, shared, given, memory())
             again()
             record(again)
-        except Exception as error:
-            runtime.null_say(f"{name.decode()}: {error}".encode())
-            return _LAUNCH_FAILED
-        return 0
+
+        return answer(name.decode(), execute)
 
     driver.null_launch_with(launch)
     install.kept = launch  # or Python would free what the driver calls

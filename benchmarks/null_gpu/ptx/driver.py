@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+from packaging.version import Version
+from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.null_gpu.ptx.load import keep_ptx, program_of
@@ -23,6 +26,8 @@ from benchmarks.null_gpu.ptx.translate import Program
 
 __all__ = ["Emulator", "launch"]
 
+# How many things Triton expects of a loaded kernel: since 3.4 the most threads as well.
+_LOADED = 5 if Version(triton.__version__) >= Version("3.4") else 4
 _PAGE = 4096
 _ADDRESSES = 1 << 47  # of a process on x86-64
 _NUMBERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
@@ -33,8 +38,6 @@ class Emulator:
     """In the place of Triton's driver for CUDA, for `sm_<capability>`."""
 
     def __init__(self, capability: int) -> None:
-        from triton.backends import backends
-
         keep_ptx(backends["nvidia"].compiler)
         self._target = GPUTarget("cuda", capability, 32)
         self.utils = SimpleNamespace(
@@ -89,13 +92,3 @@ def launch(
     ]
     parameters += [bytes(size) for size in list(program.parameters.values())[len(parameters) :]]
     run(program, grid, threads, shared, parameters, Memory(_PAGE, _ADDRESSES - _PAGE, allocated))
-
-
-def _loaded() -> int:
-    """How many things Triton expects of a loaded kernel."""
-    import triton
-
-    return 5 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4) else 4
-
-
-_LOADED = _loaded()

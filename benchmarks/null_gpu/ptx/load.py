@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from benchmarks.null_gpu.ptx.parse import parse
-from benchmarks.null_gpu.ptx.translate import Program, translate
+from benchmarks.null_gpu.ptx.translate import Program
 
 __all__ = ["keep_ptx", "program_of"]
 
@@ -20,4 +20,4 @@ def keep_ptx(backend: type) -> None:
 
 @cache
 def program_of(code: bytes) -> Program:
-    return translate(parse(code.decode()))
+    return Program(parse(code.decode()))

@@ -9,6 +9,7 @@ global memory, is not seen.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,10 +37,8 @@ class Memory:
     """
 
     def __init__(self, start: int, size: int, allocated: Callable[[np.ndarray, int], np.ndarray]) -> None:
-        import ctypes
-
         whole = np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8)
-        self.start, self.size, self.allocated = start, size, allocated
+        self.start, self.allocated = start, allocated
         self.words = {n: whole.view(f"u{n}") for n in (1, 2, 4, 8)}
 
     def places(self, addresses: np.ndarray, each: int, count: int) -> np.ndarray:

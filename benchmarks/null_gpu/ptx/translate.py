@@ -16,13 +16,17 @@ from benchmarks.null_gpu.ptx.instructions import EMIT
 from benchmarks.null_gpu.ptx.operands import BITS, immediate, numpy_name
 from benchmarks.null_gpu.ptx.parse import Block, Instruction, Kernel, Unsupported
 
-__all__ = ["Program", "translate"]
+__all__ = ["Program"]
 
 _SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid)\.([xyz])$|%(laneid)$")
 
 
 class Program:
-    """A kernel as functions, one a block: given the machine and `m`, they return where the last jump is taken."""
+    """A kernel as functions, one a block: given the machine and `m`, they return where the last jump is taken.
+
+    Raises:
+        Unsupported: an instruction that is not known here; it is named.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
         self.name, self.parameters = kernel.name, kernel.parameters
@@ -133,12 +137,3 @@ class Program:
         if found is None:
             raise Unsupported(f"the address {operand}")
         return found[1], found[2] or "0"
-
-
-def translate(kernel: Kernel) -> Program:
-    """The kernel as Python.
-
-    Raises:
-        Unsupported: an instruction that is not known here; it is named.
-    """
-    return Program(kernel)
