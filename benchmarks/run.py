@@ -4,6 +4,12 @@
     python -m benchmarks.run growth compiling     # these parts
     python -m benchmarks.run peers --repetitions 5 --batches 8 --out my_results
 
+    peers      against the Hugging Face Trainer, stock Composer and a bare loop: some 20 minutes on two cores
+    limits     each kernel and optimizer against the measured matmul peak and bandwidth
+    growth     the gain against the length of texts, batch, share of padding and depth
+    compiling  seconds of compiling, whole model and repeated block, cold and warm cache
+    verdicts   studies of recipes whose truth is known: are their verdicts to be believed?
+
 Where it was stopped, the table is of what had been measured; `python -m benchmarks.table FOLDER` prints it again.
 Everything is interleaved, each training run in a fresh process; medians with their spread. On a machine that does other
 work besides, the numbers are that work's, too.

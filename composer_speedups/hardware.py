@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,25 +88,39 @@ def hardware() -> str:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether PyTorch has a fast product of bfloat16 matrices on this CPU.
+    """Whether PyTorch's product of bfloat16 matrices is faster on this CPU than that of float32 ones. Imports torch.
 
-    oneDNN has one for AVX-512 and AMX, and for Arm with BF16. Elsewhere, on most consumers' x86 CPUs and many virtual
-    machines, PyTorch takes a plain loop, which is many times slower than its product in float32. Imports torch.
+    oneDNN's is, with AVX512-BF16, AMX, or Arm's BF16. With other AVX-512 (Intel's servers from Skylake to Ice Lake) it
+    widens what it multiplies, and takes more than twice as long as in float32, padded BERT 1.6 times as long
+    (benchmarks/results/2026-11-24_cpu_emulated_avx512). Elsewhere, on most consumers' x86 CPUs and many virtual
+    machines, PyTorch takes a plain loop, which is many times slower.
     """
     import torch
 
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    told = _x86_multiplies_bf16(_cpu()["flags"])
+    if told is None and platform.machine() in ("x86_64", "AMD64"):  # not Linux: PyTorch asks the CPU
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return told is not False
+
+
+def _x86_multiplies_bf16(flags: Iterable[str]) -> bool | None:
+    """Whether an x86 CPU with these of `_FLAGS` has instructions for it; None if there is none that tells."""
+    if not {"avx2", "avx512f"}.intersection(flags):
+        return None
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
 
 
 def suite_section() -> str:
     """Which section of a suite is meant for this machine: `cuda`, `cpu`, or `cpu_without_bf16`.
 
-    Answers without importing torch where there is no GPU and Linux tells whether an x86 CPU has AVX-512.
+    Answers without importing torch where there is no GPU and Linux tells what an x86 CPU has.
     """
     if hardware() == "cuda":
         return "cuda"
-    flags = _cpu()["flags"]
-    multiplies = "avx512f" in flags if {"avx2", "avx512f"} & set(flags) else multiplies_bf16()
+    told = _x86_multiplies_bf16(_cpu()["flags"])
+    multiplies = multiplies_bf16() if told is None else told
     return "cpu" if multiplies else "cpu_without_bf16"
 
 

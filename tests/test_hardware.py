@@ -84,9 +84,38 @@ print(json.dumps([before["variables"].get("TORCHINDUCTOR_CACHE_DIR"), hardware.s
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="x86 and Linux tell")
-def test_bf16_products_need_avx512():
+def test_bf16_products_need_instructions_for_them():
     flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
-    assert hardware.multiplies_bf16() == ({"avx512bw", "avx512dq", "avx512vl"} <= flags)
+    has = bool({"avx512_bf16", "amx_bf16"} & flags)
+    assert hardware.multiplies_bf16() == has
+    assert has == (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "supported", "instructions", "multiplies"),
+    [
+        ("x86_64", ["avx2", "avx512f", "avx512_bf16"], True, None, True),
+        ("x86_64", ["avx2", "avx512f"], True, None, False),  # Skylake to Ice Lake: oneDNN takes them, and widens
+        ("x86_64", ["avx2"], False, None, False),
+        ("AMD64", [], True, True, True),  # Windows: only PyTorch can tell
+        ("AMD64", [], True, False, False),
+        ("aarch64", ["asimd", "bf16"], True, None, True),
+        ("arm64", [], True, None, True),
+        ("aarch64", ["asimd"], False, None, False),
+    ],
+)
+def test_who_multiplies_bf16(machine, flags, supported, instructions, multiplies, monkeypatch):
+    monkeypatch.setattr(hardware, "_cpu", lambda: {"flags": flags})
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
+
+    def ask() -> bool:
+        return pytest.fail("asked") if instructions is None else instructions
+
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", ask)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", ask)
+    assert hardware.multiplies_bf16.__wrapped__() is multiplies
 
 
 @pytest.mark.parametrize(
@@ -95,7 +124,8 @@ def test_bf16_products_need_avx512():
         ("cuda", [], False, "cuda"),
         ("cpu", ["avx2"], None, "cpu_without_bf16"),
         ("cpu", [], False, "cpu_without_bf16"),
-        ("cpu", ["avx2", "avx512f"], None, "cpu"),
+        ("cpu", ["avx2", "avx512f"], None, "cpu_without_bf16"),
+        ("cpu", ["avx2", "avx512f", "avx512_bf16"], None, "cpu"),
         ("cpu", ["asimd", "bf16"], True, "cpu"),
     ],
 )

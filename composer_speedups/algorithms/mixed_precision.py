@@ -9,9 +9,10 @@ are float32, and so is the loss. fp16 overflows beyond 65504 and loses gradients
 GradScaler scales the loss, and skips the steps whose gradients are inf or NaN. bf16 has the range of float32
 and needs no scaler.
 
-**When it pays.** On GPUs nearly always: fp16 from Volta on, bf16 from Ampere on. On CPUs only with AMX or
-AVX512-BF16 in hardware; with plain AVX-512 bf16 is emulated, correct but slower than float32; without AVX-512 (most
-consumers' CPUs) PyTorch multiplies in a plain loop, many times slower: a study skips such a row and says why.
+**When it pays.** On GPUs nearly always: fp16 from Volta on, bf16 from Ampere on. On CPUs only with AMX, AVX512-BF16 or
+Arm's BF16 in hardware. With other AVX-512 (Intel's servers from Skylake to Ice Lake) products in bf16 take more than
+twice as long as in float32; without AVX-512 (most consumers' CPUs) PyTorch multiplies in a plain loop, many times
+slower. A study skips such a row and says why.
 
 **Needs.** fp16: a CUDA GPU. bf16: a CUDA GPU of compute capability 8.0 (Ampere), or any CPU. Composer itself
 refuses mixed precision on the CPU: there `state.precision` stays fp32, and autocast is put around `forward`,
@@ -106,8 +107,8 @@ class MixedPrecision(SpeedUp):
         if self.dtype != "bf16" or device.type != "cpu" or multiplies_bf16():
             return None
         return (
-            "PyTorch has fast bf16 products for CPUs with AVX-512, AMX or Arm's BF16, and this one has none of these: "
-            "they would take many times as long as float32's. Leave it out, as cpu/fastest_fp32 does"
+            "this CPU has no bf16 products (AVX512-BF16, AMX or Arm's BF16), and without them they take two to many "
+            "times as long as float32's. Leave it out, as cpu/fastest_fp32 does"
         )
 
     def install(self, state: State, logger: Logger) -> None:
