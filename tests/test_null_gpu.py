@@ -119,6 +119,30 @@ print(counters["stats"]["unique_graphs"])
 
 
 @needs_cuda_13
+def test_runs_are_forks_where_there_is_a_gpu(tmp_path: Path) -> None:
+    """bitsandbytes initialises CUDA when it is imported, PEFT imports it, and Composer PEFT; runs still can."""
+    pytest.importorskip("peft")
+    (tmp_path / "probe.py").write_text("""
+def bitsandbytes_in_a_run(payload, report):
+    import torch
+    from bitsandbytes.cextension import lib
+    from peft.import_utils import is_bnb_4bit_available
+
+    return lib.compiled_with_cuda, torch.cuda.is_initialized(), is_bnb_4bit_available()
+""")
+    code = """
+from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.ablation.jobs import PRELOAD
+
+with Isolation("probe:bitsandbytes_in_a_run", PRELOAD) as isolation:
+    outcome = isolation.run(None)
+    print(isolation.shared, isolation.note, outcome.value, outcome.reason)
+"""
+    done = on_null_gpu("-c", code, PYTHONPATH=str(tmp_path))
+    assert done.stdout.strip() == "True  [True, True, True]", done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@needs_cuda_13
 def test_triton_refuses_a_tensor_of_the_host() -> None:
     code = (
         "import torch, triton\n"

@@ -12,7 +12,7 @@ from composer_speedups.recipes import check_speedups
 
 __all__ = ["PRELOAD", "survey", "train"]
 
-# Imported once and shared by all runs. None of them may start a thread or touch CUDA (bitsandbytes does).
+# Imported once and shared by all runs. None of them may start a thread or touch CUDA.
 PRELOAD = (
     "torch",
     "transformers",

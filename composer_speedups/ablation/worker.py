@@ -25,7 +25,11 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from composer_speedups.ablation.contention import Contention
@@ -40,9 +44,8 @@ _WHILE_IMPORTING = {  # against what does not survive a fork; runs see the user'
     "OPENBLAS_NUM_THREADS": "1",
     # torch.cuda.is_available() would initialise the CUDA driver.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # Inductor starts its compile workers, and a thread that reads from them, when it is imported: as it is where
-    # PEFT is installed, by bitsandbytes, which PEFT imports, which Composer imports. Runs start theirs when they
-    # compile.
+    # Inductor starts its compile workers, and a thread that reads from them, when it is imported. Runs start theirs
+    # when they compile.
     "TORCH_WARM_POOL": "0",
 }
 
@@ -54,8 +57,9 @@ def main(descriptor: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the study's business
     connection = socket.socket(fileno=descriptor)
     try:
-        for name in preload:
-            importlib.import_module(name)
+        with _left_to_runs("bitsandbytes"):
+            for name in preload:
+                importlib.import_module(name)
     except BaseException:
         _send(connection, {"error": traceback.format_exc()[-MESSAGE_LIMIT // 8 :]})
         return
@@ -68,6 +72,40 @@ def main(descriptor: int, preload: list[str]) -> None:
     gc.freeze()  # the collector of a child then leaves the shared pages alone
     _send(connection, {"ready": True, "unsafe": unsafe_to_fork()})
     _serve(connection)
+
+
+@contextmanager
+def _left_to_runs(package: str) -> Iterator[None]:
+    """Make imports of `package` fail, as those of one that is not installed; that it is can be seen.
+
+    bitsandbytes initialises CUDA when it is imported, and where PEFT is installed it is: by PEFT, which does without if
+    it must, and which Composer imports.
+    """
+    if package in sys.modules:
+        yield
+        return
+    finder = _Refusal(package)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Refusal(MetaPathFinder, Loader):
+    """Finds the package it is told, and does not load it."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == self.package else None
+        if spec is not None:
+            spec.loader = self
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise ImportError(f"{self.package} is left to the runs to import", name=self.package)
 
 
 def unsafe_to_fork() -> str:
