@@ -162,6 +162,10 @@ def _huggingface(job: Job, grouped: bool = False, **settings: Any) -> Result:
     recipe, steps, meter, losses = job.recipe, job.steps, _Meter(), []
     collate, sampler = task.collate_train, _sampler(task, job)
     if grouped:
+        if torch.cuda.is_available():
+            # From torch 2.11 on cuDNN's attention comes first on Hopper and Blackwell, and plans for each new length
+            # for up to a second (modelscope/FunASR#3704). Batches of 30 lengths would be little else.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         collate = type(collate)(pad_id=collate.pad_id, length=None, multiple_of=8)
         sampler = _grouped(task.train.lengths, job)
 
@@ -241,8 +245,9 @@ def _huggingface_best(job: Job, torch_compile: bool = False, bf16: bool = True) 
     return _huggingface(job, grouped=True, **best)
 
 
-def _composer(job: Job, algorithms: tuple[Any, ...] = (), **settings: Any) -> Result:
-    """Stock Composer with its own optimizer."""
+def _composer(job: Job, algorithms: tuple[Any, ...] = (), fused: bool = False, **settings: Any) -> Result:
+    """Stock Composer with its own optimizer, or PyTorch's fused AdamW: its own goes through the parameters one by one,
+    and on a GPU waits for each one's count of steps."""
     from composer import Callback, Trainer
     from composer.models import HuggingFaceModel
     from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW
@@ -259,14 +264,15 @@ def _composer(job: Job, algorithms: tuple[Any, ...] = (), **settings: Any) -> Re
             losses.append(state.total_loss_dict["loss/train/total"])
 
     composer_model = HuggingFaceModel(model, tokenizer=task.tokenizer, metrics=[])
+    rate, decay = recipe.learning_rate, recipe.optimizer.weight_decay
+    if fused:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, fused=True)
+    else:
+        optimizer = DecoupledAdamW(model.parameters(), lr=rate, weight_decay=decay * rate)
     trainer = Trainer(
         model=composer_model,
         train_dataloader=_loader(task, job),
-        optimizers=DecoupledAdamW(
-            model.parameters(),
-            lr=recipe.learning_rate,
-            weight_decay=recipe.optimizer.weight_decay * recipe.learning_rate,
-        ),
+        optimizers=optimizer,
         schedulers=CosineAnnealingWithWarmupScheduler(t_warmup=recipe.schedule.warmup),
         max_duration=f"{job.steps}ba",
         algorithms=list(algorithms),
@@ -288,13 +294,14 @@ def _composer_stock(job: Job) -> Result:
 
 
 def _composer_best(job: Job) -> Result:
-    """Its compile_config, and on a GPU bf16 AMP and its LowPrecisionLayerNorm: it refuses AMP elsewhere, and the norm
-    does nothing without."""
+    """Its compile_config, PyTorch's fused AdamW, and on a GPU bf16 AMP and its LowPrecisionLayerNorm: it refuses AMP
+    elsewhere, and the norm does nothing without."""
     from composer.algorithms import LowPrecisionLayerNorm
 
+    best = {"compile_config": {}, "fused": True}
     if torch.cuda.is_available():
-        return _composer(job, (LowPrecisionLayerNorm(),), precision="amp_bf16", compile_config={})
-    return _composer(job, precision="fp32", compile_config={})
+        return _composer(job, (LowPrecisionLayerNorm(),), precision="amp_bf16", **best)
+    return _composer(job, precision="fp32", **best)
 
 
 def _bare(job: Job, compile_cache: str | None = None) -> Result:

@@ -19,6 +19,7 @@ does the same on the CPU, as a rehearsal: the tests are skipped then, which is s
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import signal
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="of all together (default: 8)")
     parser.add_argument("--batches", type=int, default=30 if hardware() == "cuda" else 2, help="that count")
-    parser.add_argument("--workers", type=int, default=8, help="processes for the tests (default: 8)")
+    parser.add_argument("--workers", type=int, default=12, help="processes for the tests (default: 12)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="to do (default: all)")
     parser.add_argument("--first", type=int, help="training: so many entries, in order of what they decide")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
@@ -82,6 +83,7 @@ def _limits(out: Path, deadline: float) -> bool:
         return False
     finally:
         if hardware() == "cuda":
+            gc.collect()
             with suppress(RuntimeError):  # an error of the device, of which these lines have told already
                 torch.cuda.empty_cache()  # or this process would keep gigabytes from the training runs
     return True

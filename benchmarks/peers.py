@@ -29,7 +29,7 @@ _MEMORY = ("batch_size=4", "model.pretrained=false")
 _CPU = {
     "ours: cpu/fp32": Entry("ours", "cpu/fp32"),
     "Composer, as most use it (fp32, DecoupledAdamW)": Entry("composer", "cpu/fp32"),
-    "Composer, best (fp32, compiled)": Entry("composer_best", "cpu/fp32"),
+    "Composer, best (fp32, fused AdamW, compiled)": Entry("composer_best", "cpu/fp32"),
     "Hugging Face Trainer, as most use it (fp32, padded)": Entry("huggingface", "cpu/fp32"),
 }
 
@@ -68,7 +68,7 @@ ENTRIES = {
         "Hugging Face Trainer, best, compiled": Entry(
             "huggingface_best", "finetune/fp32", _PEER, {"torch_compile": True}
         ),
-        "Composer, best (bf16 AMP, its LowPrecisionLayerNorm, compiled)": Entry(
+        "Composer, best (bf16 AMP, fused AdamW, its LowPrecisionLayerNorm, compiled)": Entry(
             "composer_best", "finetune/fp32", _PEER
         ),
         "ours: mlm/amp": Entry("ours", "mlm/amp", _MLM),

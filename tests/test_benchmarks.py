@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from benchmarks import (  # noqa: E402
     gpu,
     growth,
     harness,
+    kernels,
     limits,
     peers,
     quality,
@@ -371,14 +374,14 @@ def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.C
 # --- Limits ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", [k for k in limits._OPTIMIZERS if k != "apex_fused_adamw"])
+@pytest.mark.parametrize("key", [k for k in kernels.OPTIMIZERS if k != "apex_fused_adamw"])
 def test_every_optimizer_is_converted_without_a_model(key: str) -> None:
     """Those of bitsandbytes are not measured on a CPU, so only this sees them before a GPU does."""
     parameter = torch.nn.Parameter(torch.randn(64, 128))
     parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW([parameter], lr=1e-2, foreach=False)
     before = parameter.detach().clone()
-    limits._convert(optimizer, key)
+    kernels.convert(optimizer, key)
     optimizer.step()
     assert not torch.equal(parameter, before)
     if key == "adamw_8bit":
@@ -398,6 +401,40 @@ def test_what_fails_in_the_kernels_costs_the_training_runs_nothing(
     text = capsys.readouterr()
     assert "the peers are measured" in text.out and "limits FAILED" in text.out
     assert "ValueError: a kernel is wrong" in text.err
+
+
+def test_a_kernel_that_fails_leaves_the_others_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of others have never run on a GPU here: in making, or when they are called."""
+
+    def refuse() -> None:
+        raise ValueError("no such\nlaunch")
+
+    def fails(*_: Any) -> Iterator[kernels.Kernel]:
+        yield kernels.Kernel("copy", "copy", lambda: None, bytes=8)
+        yield kernels.Kernel("one", "one that refuses", refuse, bytes=8)
+        yield kernels.Kernel("one", "another", lambda: None, bytes=8)
+        raise TypeError("a new signature")
+
+    monkeypatch.setattr(limits, "suite_section", lambda: "cpu")
+    monkeypatch.setattr(limits, "_SECONDS", 0.0)
+    for group in ("optimizers", "norms", "activations", "projections", "losses"):
+        monkeypatch.setattr(kernels, group, lambda *_: iter(()))
+    monkeypatch.setattr(kernels, "copies", fails)
+    monkeypatch.setattr(kernels, "attention", lambda *_: iter([kernels.Kernel("last", "last", lambda: None, bytes=8)]))
+    monkeypatch.setattr(limits, "matmul_peak", lambda *_: 1e9)
+    with pytest.raises(RuntimeError) as failure:
+        harness.run(limits, harness.new_folder("limits", tmp_path / "out"), 2, 1)
+    assert str(failure.value).splitlines() == [
+        "failed:",
+        "copies, those that were to come: TypeError: a new signature",
+        "one that refuses: ValueError: no such",
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert Counter(row["entry"] for row in rows) == {"copy": 2, "another": 2, "last": 2}
+    text = capsys.readouterr()
+    assert "| another |" in text.out and text.err.count("Traceback") == 2
 
 
 def test_what_decides_on_a_gpu_comes_first() -> None:
@@ -434,13 +471,13 @@ def test_tests_that_failed_before_the_time_was_over_are_named() -> None:
 def test_kernels_run_and_leave_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that stays is added to in the next call, which moves bytes that nobody counts."""
     device, left = torch.device("cpu"), []
-    kernels = [*limits._norms(device, 8, 64), *limits._activations(device, 8, 64), *limits._projections(device, 8, 64)]
-    kernels += limits._attention(device, 64)
+    made = [*kernels.norms(device, 8, 64), *kernels.activations(device, 8, 64), *kernels.projections(device, 8, 64)]
+    made += kernels.attention(device, 64)
     accumulate = torch.Tensor.backward
     monkeypatch.setattr(torch.Tensor, "backward", lambda *a, **k: left.append(1) or accumulate(*a, **k))
     monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: left.append(1))
-    for kernel in kernels:
+    for kernel in made:
         kernel.call()
         assert kernel.bytes or kernel.flops
     assert not left
-    assert len(kernels) >= 10
+    assert len(made) >= 10

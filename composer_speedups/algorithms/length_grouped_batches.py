@@ -11,12 +11,12 @@ within pools of `pool` batches (fewer if there were not four pools), and batches
 length does not follow the step. Every sample comes exactly once an epoch, or, with `drop_last`, as many as
 before, others each time. Sums in attention may run over fewer zeros, so results agree to rounding.
 
-**When it pays.** Wherever lengths differ and the model computes on padding: always with padding to
-`max_length`. `Unpadding` computes on none, so there it brings little. Under `TorchCompile` choose `multiple_of`
-large (64), as every width is a shape; where the label goes with the length (e.g. long texts of one class) gradients
-of a batch become correlated. **Look at the quality**: over two epochs of `docstrings`, in five seeds, accuracy was 3.1
-points lower than with random lengths (median; margin one point: the study's verdict is *unstable*;
-`benchmarks/results/2026-11-21_cpu_length_grouped_five_seeds`).
+**When it pays.** Wherever lengths differ and the model computes on padding: always with padding to `max_length`.
+`Unpadding` computes on none, so there it brings little. Under `TorchCompile`, and with cuDNN's attention (see
+`SDPAttention`), choose `multiple_of` large (64), as every width is a shape; where the label goes with the length
+(e.g. long texts of one class) gradients of a batch become correlated. **Look at the quality**: over two epochs of
+`docstrings`, in five seeds, accuracy was 3.1 points lower than with random lengths (median; margin one point: the
+study's verdict is *unstable*; `benchmarks/results/2026-11-21_cpu_length_grouped_five_seeds`).
 
 **Needs.** A `DataLoader` with `batch_size` over a map-style dataset of dicts with `attention_mask` or
 `input_ids`, or with `dataset.lengths`; without that all samples are read once before training. The order
