@@ -47,6 +47,15 @@ def tiny(*overrides: str):
     return load_recipe("demo/fp32", [*TINY, *overrides])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """As `hostile.train` has, whose losses are compared bit for bit: sums depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def whole(isolation, tmp_path_factory) -> dict[str, Any]:
     """The run that nothing happens to: its losses, its model, its seconds."""
