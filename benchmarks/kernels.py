@@ -113,12 +113,14 @@ def norms(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
     stock, low = torch.nn.LayerNorm(width).to(device), torch.nn.Sequential(torch.nn.LayerNorm(width)).to(device)
     apply_low_precision_norm(low)
     leaves = [x, residual, *stock.parameters(), *low.parameters()]
+    # A gradient arrives in the output's type, as in training.
+    arriving = {dtype: gradient.to(dtype) for dtype in (torch.bfloat16, torch.float32)}
 
     def both_ways(forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
         def call() -> None:
             with torch.autocast(device.type, torch.bfloat16):
                 out = forward()
-            _gradients(out, leaves, gradient.to(out.dtype))
+            _gradients(out, leaves, arriving[out.dtype])
 
         return call
 
@@ -237,13 +239,14 @@ def attention(device: Any, width: int) -> Iterator[Kernel]:
     of = Lengths.of(lengths, device)
     flops = 12 * heads * 64 * sum(n * n for n in lengths)  # forward two products, backward four
 
+    of_packed, of_padded = torch.ones_like(packed[0]), torch.ones_like(padded[0])
+
     def ours() -> None:
-        out = varlen_attention(*packed, of, of, dropout_p=0.1)
-        _gradients(out, packed, torch.ones_like(out))
+        _gradients(varlen_attention(*packed, of, of, dropout_p=0.1), packed, of_packed)
 
     def stock() -> None:
         out = F.scaled_dot_product_attention(*padded, attn_mask=mask, dropout_p=0.1)
-        _gradients(out, padded, torch.ones_like(out))
+        _gradients(out, padded, of_padded)
 
     yield Kernel("attention", "attention: PyTorch's SDPA, padded to 256", stock, flops=flops)
     yield Kernel("attention", "attention: variable length, packed", ours, flops=flops)
