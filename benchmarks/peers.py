@@ -45,7 +45,7 @@ ENTRIES = {
         "ours: cpu/fastest": Entry("ours", "cpu/fastest"),
         "bare loop with the kernels of cpu/fastest": Entry("bare_loop", "cpu/fastest"),
     },
-    # As above, all in float32: bf16 would take many times as long.
+    # As above, all in float32: bf16 would take longer.
     "cpu_without_bf16": {
         **_CPU,
         "Hugging Face Trainer, best (fp32, fused AdamW, group by length)": Entry(

@@ -218,7 +218,7 @@ def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("fp8", level >= (8, 9), name if level >= (8, 9) else f"{name}; it needs 8.9 (Ada, Hopper)")
     else:
         yield Finding("TF32", False, "it needs an Ampere or newer CUDA GPU")
-        native = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
+        native = [flag for flag in hardware.X86_BF16 if flag in flags]
         if environment["cpu"].get("machine") in ("aarch64", "arm64"):
             native = [flag for flag in ("bf16",) if flag in flags]
         text = (

@@ -16,6 +16,7 @@ from typing import Any
 from composer_speedups import cgroup
 
 __all__ = [
+    "X86_BF16",
     "environment",
     "hardware",
     "identity",
@@ -73,6 +74,7 @@ _VARIABLES = (
 )
 # Instruction sets that decide how fast matmuls are.
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+X86_BF16 = ("amx_bf16", "avx512_bf16")  # those that multiply bfloat16 on x86
 
 
 @cache
@@ -109,7 +111,7 @@ def _x86_multiplies_bf16(flags: Iterable[str]) -> bool | None:
     """Whether an x86 CPU with these of `_FLAGS` has instructions for it; None if there is none that tells."""
     if not {"avx2", "avx512f"}.intersection(flags):
         return None
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
+    return not set(X86_BF16).isdisjoint(flags)
 
 
 def suite_section() -> str:

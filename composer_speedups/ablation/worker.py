@@ -81,9 +81,6 @@ def _left_to_runs(package: str) -> Iterator[None]:
     bitsandbytes initialises CUDA when it is imported, and where PEFT is installed it is: by PEFT, which does without if
     it must, and which Composer imports.
     """
-    if package in sys.modules:
-        yield
-        return
     finder = _Refusal(package)
     sys.meta_path.insert(0, finder)
     try:
