@@ -12,6 +12,7 @@ import torch
 __all__ = [
     "BERT_LIKE",
     "CAUSAL",
+    "DEBERTA",
     "DISTILBERT",
     "MASKED",
     "MODERNBERT",
@@ -32,7 +33,8 @@ DISTILBERT = ("distilbert",)  # the same mathematics in modules of other names
 MODERNBERT = (
     "modernbert",
 )  # its encoder runs the layers itself; rotary positions, windows, norms before what they feed
-UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)
+DEBERTA = ("deberta-v2",)  # and v3; scores have products with relative positions, which its encoder brings
+UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *DEBERTA)
 
 MASKED = ("ForMaskedLM",)
 CAUSAL = ("ForCausalLM", "LMHeadModel")

@@ -8,21 +8,25 @@ import torch
 import torch.nn.functional as F
 
 from composer_speedups.compat import layer_result
-from composer_speedups.families import DISTILBERT, MODERNBERT
+from composer_speedups.families import DEBERTA, DISTILBERT, MODERNBERT
 from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
 from composer_speedups.kernels.varlen_attention import varlen_attention
+from composer_speedups.packed_deberta import of_distances, scale_of
 from composer_speedups.packed_modernbert import rotations_of, turned
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import hooked
 
 __all__ = ["FirstOnly", "first_of"]
 
+# What a layer may be given besides, and then is computed whole.
+_EXTRAS = ("head_mask", "encoder_hidden_states", "past_key_value", "query_states", "output_attentions")
+_FILLED = 16  # numbers more in each head of DeBERTa's: a multiple of what kernels want
+
 
 def first_of(family: str) -> type[FirstOnly]:
     """What is mixed into the last layer of a model of this `config.model_type`."""
-    if family in MODERNBERT:
-        return _FirstOfModernBert
-    return _FirstOfDistilBert if family in DISTILBERT else _FirstOfBert
+    others = {DEBERTA: _FirstOfDeberta, DISTILBERT: _FirstOfDistilBert, MODERNBERT: _FirstOfModernBert}
+    return next((kind for families, kind in others.items() if family in families), _FirstOfBert)
 
 
 class FirstOnly:
@@ -32,7 +36,7 @@ class FirstOnly:
     masks_are_rows = False  # whether a mask of [rows, length] says which tokens are real
 
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
-        extras = (*args, *(kwargs.get(name) for name in ("head_mask", "encoder_hidden_states", "past_key_value")))
+        extras = (*args, *map(kwargs.get, _EXTRAS))
         mask = attention_mask
         if self.first_only and self.masks_are_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             least = torch.finfo(hidden_states.dtype).min
@@ -41,7 +45,12 @@ class FirstOnly:
         if not self.first_only or not known or any(extra is not None and extra is not False for extra in extras):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         first = mask.first(hidden_states) if isinstance(mask, Packing) else hidden_states[:, :1]
-        return layer_result(self.compute_first(first, hidden_states, mask, kwargs))
+        return self.result(self.compute_first(first, hidden_states, mask, kwargs))
+
+    @staticmethod
+    def result(hidden_states: torch.Tensor) -> Any:
+        """What such a layer returns."""
+        return layer_result(hidden_states)
 
     def must_be_whole(self) -> bool:
         """Whether somebody listens to a module that is not called here, but is in the whole layer."""
@@ -70,6 +79,70 @@ class _FirstOfBert(FirstOnly):
         context = _context(attention, attention.query(first), keys_and_values, mask)
         attended = self.attention.output(context, first)
         return self.output(self.intermediate(attended), attended)
+
+
+class _FirstOfDeberta(_FirstOfBert):
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask, query_states=None, relative_pos=None, rel_embeddings=None,
+        output_attentions: bool = False,
+    ):  # fmt: skip
+        given = {"relative_pos": relative_pos, "rel_embeddings": rel_embeddings}
+        given |= {"query_states": query_states, "output_attentions": output_attentions}
+        return super().forward(hidden_states, attention_mask, **given)
+
+    @staticmethod
+    def result(hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return hidden_states, None  # in every version of transformers
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        """Of one query a row, products with positions are part of the keys, and of one number more that each has."""
+        attention = self.attention.self
+        keys_and_values = joint_linear((attention.key_proj, attention.value_proj), hidden_states)
+        projected = attention.query_proj(first), *keys_and_values
+        q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in projected)
+        width = q.shape[-1]
+        if attention.relative_attention:
+            pos_key, pos_query = of_distances(attention, self.distances(mask, given))
+            more = torch.zeros_like(k[..., :1])
+            if pos_query is not None:
+                more = (k * self.spread(pos_query, mask)).sum(-1, keepdim=True)
+            k = k if pos_key is None else k + self.spread(pos_key, mask)
+            # Filled up, as kernels want their widths.
+            k, v = F.pad(torch.cat((k, more.to(k.dtype)), -1), (0, _FILLED - 1)), F.pad(v, (0, _FILLED))
+            q = F.pad(torch.cat((q, torch.ones_like(q[..., :1])), -1), (0, _FILLED - 1))
+        dropout, scale = attention.dropout.p if attention.training else 0.0, scale_of(attention)
+        if isinstance(mask, Packing):
+            context = _attend(q, k, v, mask, dropout, scale)
+        else:  # of pairs, 0 where one is padding; a row that begins with padding takes a mean, and has no gradient
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            scores = q @ k.mT * scale
+            if mask is not None:
+                scores = scores.masked_fill(mask[:, :, :1] == 0, torch.finfo(q.dtype).min)
+            context = (F.dropout(F.softmax(scores, -1), dropout) @ v).transpose(1, 2).flatten(-2)
+        context = context.unflatten(-1, (-1, v.shape[-1]))[..., :width].flatten(-2)
+        attended = self.attention.output(context, first)
+        return self.output(self.intermediate(attended), attended)
+
+    def distances(self, mask: Any, given: dict[str, Any]) -> torch.Tensor:
+        """[length, width]: the embeddings of the distances of a row's first token to all."""
+        attention, embeddings, places = self.attention.self, given["rel_embeddings"], given["relative_pos"]
+        if isinstance(mask, Packing):
+            back = torch.arange(mask.lengths.longest, device=embeddings.device)
+            rows = places.rows[places.reach - back] + places.used[0]
+        else:
+            span = attention.pos_ebd_size
+            rows = (places[..., 0, :].flatten() + span).clamp(0, 2 * span - 1)
+        return attention.pos_dropout(embeddings)[rows]
+
+    @staticmethod
+    def spread(positions: torch.Tensor, mask: Any) -> torch.Tensor:
+        """[length, ...] -> for each key its own: as it is, or [total, ...]."""
+        if not isinstance(mask, Packing):
+            return positions
+        token, ends = torch.arange(sum(mask.lengths.host.tolist()), device=positions.device), mask.lengths.cumulative
+        return positions[token - ends[torch.bucketize(token, ends[1:], right=True)]]
 
 
 class _FirstOfDistilBert(FirstOnly):
@@ -123,16 +196,20 @@ def _context(
     return _attend(q, k, v, mask, attention.dropout.p if attention.training else 0.0)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float, scale: float | None = None
+) -> torch.Tensor:
     """[rows, 1, width] out of [rows, length, heads, width of a head], or packed, [rows, width] out of [total, ...]."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(mask, Packing):
-        return varlen_attention(q, k, v, mask.ones(), mask.lengths, dropout).flatten(-2)
+        return varlen_attention(q, k, v, mask.ones(), mask.lengths, dropout, scale).flatten(-2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None or mask.dtype == torch.bool:
-        context = F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, :, :1], dropout)
+        mask = None if mask is None else mask[:, :, :1]
+        context = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
     else:
         # For a row that is nothing but padding, whose scores are all the least number there is, PyTorch's kernel for
         # CPUs has wrong gradients; and one query a row is little to compute.
-        scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + mask[:, :, :1]
+        scores = q @ k.transpose(2, 3) * scale + mask[:, :, :1]
         context = F.dropout(F.softmax(scores, -1), dropout) @ v
     return context.transpose(1, 2).flatten(-2)

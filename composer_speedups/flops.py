@@ -34,6 +34,7 @@ def model_flops(
     Returns:
         `6 * tokens * weights of the encoder's linear layers`, the attention's `12 * layers * width *
         squared_lengths` (`local_pairs` in layers that see a window), and `6 * predicted * weights of the head`.
+        DeBERTa's attention has up to two products more for each pair, with its distance: half as much again each.
     """
     base = getattr(model, "base_model", model)
     layers = getattr(model.config, "num_hidden_layers", 0)
@@ -44,14 +45,20 @@ def model_flops(
     encoder = sum(
         w.numel() * (shared if "albert_layer_groups" in name else 1)
         for name, w in _weights(base)
-        if "pooler" not in name
+        if not any(part in name for part in ("pooler", "pos_key_proj", "pos_query_proj"))  # of few tokens, or none
     )
     inside = {id(w) for _, w in _weights(base)}
     head = sum(w.numel() for _, w in _weights(model) if id(w) not in inside)
     layers *= getattr(model.config, "inner_group_num", 1)  # of ALBERT: layers in each of those that it counts
     local = local_attention(model.config)[0] if local_pairs is not None else 0
     pairs = (layers - local) * squared_lengths + local * (local_pairs or 0.0)
-    return 6.0 * tokens * encoder + 12.0 * width * pairs + 6.0 * predicted * head
+    return 6.0 * tokens * encoder + _of_a_pair(model.config) * width * pairs + 6.0 * predicted * head
+
+
+def _of_a_pair(config: Any) -> float:
+    """Of attention for each pair of tokens and number of its width: two products, and DeBERTa's with distances."""
+    kinds = getattr(config, "pos_att_type", None) if getattr(config, "relative_attention", False) else None
+    return 12.0 + 6.0 * sum(kind in ("c2p", "p2c") for kind in kinds or ())
 
 
 def local_attention(config: Any) -> tuple[int, int | None]:

@@ -1,6 +1,7 @@
 """What `Unpadding` mixes into encoders of every family: when a batch can be packed, and attention over packed tokens.
 
-Each family's own part is beside this: `packed_bert.py`, `packed_distilbert.py`, `packed_modernbert.py`.
+Each family's own part is beside this: `packed_bert.py`, `packed_distilbert.py`, `packed_deberta.py`,
+`packed_modernbert.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from transformers.utils import ModelOutput
 
 from composer_speedups.families import layers_of
 from composer_speedups.joint_linear import joint_linear
-from composer_speedups.kernels.varlen_attention import varlen_attention
+from composer_speedups.kernels.per_sequence import served_by
+from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
 from composer_speedups.packing import Holed, Packing, counts_of
 
 __all__ = ["PACKED", "PackedAttention", "PackedEncoder", "first_only_as_asked", "for_compiled", "say_once"]
@@ -74,6 +76,11 @@ class PackedAttention:
     def projections(self) -> tuple[torch.nn.Module, ...]:
         """The layers of queries, keys and values, or the one of all three."""
         raise NotImplementedError
+
+    def kernel(self, queries: torch.Tensor) -> str:
+        """What computes the attention of such `queries`, in words."""
+        kernel = attention_kernel(queries)
+        return f"{kernel}: {served_by(queries)}" if kernel == "per sequence" else kernel
 
     def attend(self, hidden_states: torch.Tensor, packing: Packing) -> torch.Tensor:
         """[total, width] -> [total, width]: the heads' outputs, beside each other."""

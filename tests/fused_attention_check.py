@@ -146,6 +146,11 @@ int main(void) {
               .window = all[i][3],
               .probabilities = aligned_alloc(64, (size_t)(heads * kept) * sizeof(NUMBER)),
               .inverse = malloc((size_t)(heads * (queries[1] + 3)) * 4)};
+    if (c.window < 0) {
+      float *bias = (float *)ending_at_a_page(heads * kept * 4);
+      for (int64_t j = 0; j < heads * kept; j++) bias[j] = 1.0f;
+      c.bias = bias, c.dbias = numbers(heads * kept);
+    }
     c.q_token = c.k_token = c.v_token = c.g_token = c.dq_token = c.dk_token = c.dv_token = heads * d;
     c.q_head = c.k_head = c.v_head = c.g_head = d;
     if (forward(&c) || backward(&c)) return 3;

@@ -264,6 +264,20 @@ def test_flops_of_albert(groups: int, inner: int) -> None:
     assert model_flops(AlbertForSequenceClassification(config), 1000, 50_000) == expected
 
 
+@pytest.mark.parametrize("kinds", [["c2p", "p2c"], ["p2c"]])
+def test_flops_of_deberta(kinds: list[str]) -> None:
+    """Each kind of product with distances is half of attention's two; what is made of distances once is left out."""
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    config = DebertaV2Config(
+        vocab_size=100, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256,
+        relative_attention=True, pos_att_type=kinds, share_att_key=kinds == ["c2p", "p2c"],
+    )  # fmt: skip
+    model = DebertaV2ForSequenceClassification(config)
+    expected = 6 * 1000 * 3 * 12 * 64**2 + (12 + 6 * len(kinds)) * 3 * 64 * 50_000
+    assert model_flops(model, 1000, 50_000) == expected
+
+
 def modern_bert():
     from transformers import ModernBertConfig
 

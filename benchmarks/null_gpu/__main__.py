@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         "LD_LIBRARY_PATH": _joined(folder, "LD_LIBRARY_PATH"),
         "PYTHONPATH": os.pathsep.join([str(_HERE / "site"), _joined(_HERE.parents[1], "PYTHONPATH")]),
         "TRITON_LIBCUDA_PATH": str(folder),
+        "PYTORCH_JIT": "0",  # TorchScript would have kernels of its own made by NVRTC, as DeBERTa's scripted functions
         "NULL_GPU": "compute" if options.compute else "idle",
         "NULL_GPU_CAPABILITY": options.capability.replace(".", ""),
         "NULL_GPU_MEMORY": str(options.memory),

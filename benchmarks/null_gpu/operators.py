@@ -346,6 +346,18 @@ def _dense_backward(gradient, q, k, v, bias, p, scale, seed):
 
 
 @_special
+def _softmax(x, dim, to_float):  # of float16 to float32, as autocast asks for it; the CPU's kernel does not
+    host = _host(x)
+    return _device((host.float() if to_float else host).softmax(dim))
+
+
+@_special
+def _softmax_backward_data(gradient, out, dim, dtype):
+    gradient, out = _host(gradient), _host(out)
+    return _device(torch._softmax_backward_data(gradient, out, dim, out.dtype).to(dtype))
+
+
+@_special
 def _scaled_dot_product_efficient_attention(q, k, v, bias, want_sums, p=0.0, causal=False, *, scale=None):
     assert not causal
     out, sums, *rest = _dense(q, k, v, bias, p, scale)

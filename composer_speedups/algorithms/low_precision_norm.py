@@ -28,7 +28,7 @@ from composer.core import State
 from composer.loggers import Logger
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.algorithms.mixed_precision import runs_in_low_precision
+from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import swap_classes
@@ -63,7 +63,7 @@ class LowPrecisionNorm(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         count = apply_low_precision_norm(state.model)
-        autocast = runs_in_low_precision(state)
+        autocast = low_precision_of(state) is not None
         self.report(
             logger,
             count,

@@ -40,7 +40,7 @@ from composer_speedups.hardware import multiplies_bf16
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import override_methods, overrides
 
-__all__ = ["MixedPrecision", "apply_mixed_precision", "runs_in_low_precision"]
+__all__ = ["MixedPrecision", "apply_mixed_precision", "low_precision_of"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 METHODS = ("forward", "loss", "eval_forward", "update_metric")
@@ -77,10 +77,12 @@ def apply_mixed_precision(model: torch.nn.Module, dtype: str) -> int:
     return override_methods(model, METHODS, wrap)
 
 
-def runs_in_low_precision(state: State) -> bool:
-    """Whether the model is called under autocast: by the Trainer, or, on the CPU, by its own methods."""
-    by_trainer = state.precision is not Precision.FP32
-    return by_trainer or any(isinstance(other, _Autocast) for other in overrides(state.model))
+def low_precision_of(state: State) -> torch.dtype | None:
+    """The dtype in which the model is called under autocast: by the Trainer, or, on the CPU, by its own methods."""
+    own = next((other.dtype for other in overrides(state.model) if isinstance(other, _Autocast)), None)
+    by_trainer = {Precision.AMP_BF16: "bf16", Precision.AMP_FP16: "fp16"}.get(state.precision)
+    name = own or by_trainer
+    return None if name is None else DTYPES[name]
 
 
 class MixedPrecision(SpeedUp):

@@ -17,16 +17,18 @@ PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches`
 completely and needs no knowledge of the model; with both the results are right, and grouping saves nothing. Under
 `TorchCompile` use `scope="block"`: the number of tokens is dynamic, so only the first few batches compile.
 
-**Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions, or
-ModernBERT, which transformers 4.53 unpads itself where flash-attn is installed. It *is* the attention: it replaces
-`SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash attention, of flash-attn if installed,
-or else PyTorch's own; in float32 attention alone is padded again. On CPUs it is C, by AMX, AVX512-BF16, AVX-512 or AVX2
-as there are, and else PyTorch's products; a run's table tells which. Masks may have holes (where no layer sees a window
-only, as ModernBERT's do) or be on the left; only where a head reads the first position, and that is padding, the whole
-batch takes the stock forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks,
-`inputs_embeds` or masks that are not [rows, length], with a warning once for each reason. Question answering takes its
-softmax over padding, too, in transformers: there the logits are the head's bias.
-In a Trainer's `fit` and `eval` tokens are counted before the batch leaves the host; elsewhere, on CUDA, counting waits.
+**Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions; ModernBERT,
+which transformers 4.53 unpads itself where flash-attn is installed; or DeBERTa-v2 and -v3 without a convolution. It
+*is* the attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
+attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. On CPUs it is
+C, by AMX, AVX512-BF16, AVX-512 or AVX2 as there are, and else PyTorch's products; a run's table tells which. DeBERTa's
+products with distances are C there, too (`kernels/disentangled.py`); on CUDA, and where it is compiled, its attention
+alone is padded again. Masks may have holes (not ModernBERT's and DeBERTa's, which count what lies between two tokens)
+or be on the left; only where a head reads the first position, and that is padding, the whole batch takes the stock
+forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks, `inputs_embeds` or masks that
+are not [rows, length], with a warning once for each reason. Question answering takes its softmax over padding, too, in
+transformers: there the logits are the head's bias. In a Trainer's `fit` and `eval` tokens are counted before the batch
+leaves the host; elsewhere, on CUDA, counting waits.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
 """
@@ -37,8 +39,10 @@ import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 
+from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.arguments import check_count
 from composer_speedups.families import (
+    DEBERTA,
     DISTILBERT,
     MODERNBERT,
     READ_ANYWHERE,
@@ -51,9 +55,8 @@ from composer_speedups.families import (
     reads_first,
     stack_of,
 )
-from composer_speedups.kernels.per_sequence import served_by
-from composer_speedups.kernels.varlen_attention import attention_kernel
 from composer_speedups.packed_bert import pack_bert
+from composer_speedups.packed_deberta import pack_deberta
 from composer_speedups.packed_distilbert import pack_distilbert
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder
 from composer_speedups.packed_modernbert import pack_modernbert, unpads_itself
@@ -90,10 +93,9 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
         heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
         anywhere = has_head(owner, heads) and not reads_first(owner)
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
-        if family in MODERNBERT:
-            count += pack_modernbert(encoder)
-        else:
-            count += pack_distilbert(encoder) if family in DISTILBERT else pack_bert(encoder, owner)
+        others = {DEBERTA: pack_deberta, DISTILBERT: pack_distilbert, MODERNBERT: pack_modernbert}
+        pack = next((pack for families, pack in others.items() if family in families), None)
+        count += pack_bert(encoder, owner) if pack is None else pack(encoder)
     return count
 
 
@@ -133,13 +135,8 @@ def _kernel(state: State) -> str:
     for module in state.model.modules():
         if isinstance(module, PackedAttention):
             weight = module.projections()[0].weight
-            device, dtype = weight.device, weight.dtype
-            precision = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(str(state.precision.value))
-            if torch.is_autocast_enabled(device.type):
-                precision = torch.get_autocast_dtype(device.type)
-            queries = torch.empty(1, 1, module.attention_head_size, device=device, dtype=precision or dtype)
-            kernel = attention_kernel(queries)
-            return f"{kernel}: {served_by(queries)}" if kernel == "per sequence" else kernel
+            dtype = low_precision_of(state) or weight.dtype
+            return module.kernel(torch.empty(1, 1, module.attention_head_size, device=weight.device, dtype=dtype))
     return "none"
 
 
@@ -168,4 +165,6 @@ def _why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | No
         return "the encoder, or its attention, has a forward of its own, not transformers'"
     if config.model_type in MODERNBERT and unpads_itself(module):
         return "ModernBERT with flash_attention_2 unpads itself in this version of transformers"
+    if config.model_type in DEBERTA and (module.encoder.conv is not None or module.z_steps > 1):
+        return "DeBERTa with a convolution between its layers (conv_kernel_size), or z_steps, works on padded rows"
     return None

@@ -23,6 +23,8 @@ typedef struct {
   int64_t g_token, g_head;
   NUMBER *dq, *dk, *dv;                       /* backward: [tokens, heads, width] each; heads lie beside each other */
   int64_t dq_token, dk_token, dv_token;
+  const float *bias;                          /* forward: as probabilities lie, or null: added to q k; with no window */
+  NUMBER *dbias;                              /* backward: as probabilities lie, or null: its gradient, keys only */
 } Call;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -60,6 +62,11 @@ INLINE void clear_around(const Call *c, const Span *s, int64_t row, Range range,
   const int64_t after = range.from + up(range.to - range.from, FILL);
   memset(p - (range.from - more.from), 0, (size_t)(range.from - more.from) * sizeof *p);
   if (up(more.to, FILL) > after) memset(p + after - range.from, 0, (size_t)(up(more.to, FILL) - after) * sizeof *p);
+}
+
+/* The bias of a row of n scores on top of them. */
+INLINE void add_bias(float *restrict scores, const float *restrict bias, int64_t n) {
+  for (int64_t i = 0; i < n; i++) scores[i] += bias[i];
 }
 
 /* A part of `memory`, which moves on. */

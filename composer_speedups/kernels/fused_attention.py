@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,7 +25,7 @@ from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import empty_beside, plain, shape_only
 
-__all__ = ["FILES", "backward", "band", "forward", "native", "serves", "usable"]
+__all__ = ["FILES", "backward", "band", "filled", "forward", "native", "serves", "usable"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -59,6 +59,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("g_token", "g_head")),
         *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv")),
         *((f"{name}_token", ctypes.c_int64) for name in ("dq", "dk", "dv")),
+        *((name, ctypes.c_void_p) for name in ("bias", "dbias")),
     )
 
 
@@ -81,6 +82,7 @@ def forward(
     output: bool = True,
     window: int = -1,
     library: ctypes.CDLL | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, Saved]:
     """The output, and what `backward` needs.
 
@@ -97,6 +99,8 @@ def forward(
         output: False computes only what `backward` needs, and returns None for the output.
         window: how many keys to each side a query sees; -1 is all.
         library: the C functions; None is `native`.
+        bias: float32, added to the products of queries and keys before they are scaled: `filled` for each sequence;
+            not together with a window.
 
     Returns:
         [total of `queries`, heads, width], and q, k, v, signed probabilities with rows filled up, and in float32 by
@@ -107,17 +111,21 @@ def forward(
     out, saved = None, ()
     if output:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    scores = _scores(q, queries, keys)
+    if bias is not None and (window >= 0 or bias.shape != (scores,) or bias.dtype != torch.float32):
+        raise ValueError(f"a bias must be ({scores},) in float32, without a window, not {tuple(bias.shape)}")
     if differentiable:
-        heads, fill = q.shape[1], _FILL[q.dtype]
-        scores = sum(n * -(-m // fill) * fill for n, m in zip(queries, keys, strict=True))
-        rows = heads * sum(queries) if q.dtype == torch.bfloat16 else 0
-        saved = (q, k, v, q.new_empty(heads * scores), q.new_empty(rows, dtype=torch.float32))
+        rows = q.shape[1] * sum(queries) if q.dtype == torch.bfloat16 else 0
+        saved = (q, k, v, q.new_empty(scores), q.new_empty(rows, dtype=torch.float32))
     if shape_only(q):
         return out, saved
     if output:
         call.out = out.data_ptr()
     if differentiable:
         call.probabilities, call.inverse = (x.data_ptr() for x in saved[3:])
+    if bias is not None:
+        bias = bias.contiguous()
+        call.bias = bias.data_ptr()
     _run((library or native(q.dtype)).forward, call)
     del alive
     return out, saved
@@ -133,24 +141,30 @@ def backward(
     window: int = -1,
     library: ctypes.CDLL | None = None,
     together: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, from that of the output and what `forward` saved.
+    of_bias: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v, and `of_bias`, from that of the output and what `forward` saved.
 
     Where q, k and v are parts of one tensor their gradients are, too, if `together`: `tensors.beside` makes one of them
-    without a copy. An operator's results must not share memory.
+    without a copy. An operator's results must not share memory. What fills up the bias's rows has no gradient: it is
+    not written.
     """
     q, k, v, probabilities, inverse = saved
     call, alive = _call(q, k, v, queries, keys, dropout_p, scale, window)
     gradients = empty_beside(q, k, v) if together else tuple(x.new_empty(x.shape) for x in (q, k, v))
+    if of_bias:
+        gradients = (*gradients, q.new_empty(_scores(q, queries, keys)))
     if shape_only(q):
         return gradients
     if gradient.shape != q.shape or gradient.dtype != q.dtype:
         raise ValueError(f"the gradient is {tuple(gradient.shape)} in {gradient.dtype}, and must be as q")
     gradient = _place(call, "gradient", "g", gradient)
     call.probabilities, call.inverse = probabilities.data_ptr(), inverse.data_ptr()
-    for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+    for name, x in zip(("dq", "dk", "dv"), gradients[:3], strict=True):
         setattr(call, name, x.data_ptr())
         setattr(call, f"{name}_token", x.stride(0))
+    if of_bias:
+        call.dbias = gradients[3].data_ptr()
     _run((library or native(q.dtype)).backward, call)
     del alive
     return gradients
@@ -178,6 +192,23 @@ def _call(
     if shape_only(q):
         return call, lengths
     return call, (lengths, [_place(call, name, name, x) for name, x in zip("qkv", (q, k, v), strict=True)])
+
+
+def filled(dtype: torch.dtype, keys: int) -> int:
+    """How many columns a row of scores has where they are kept, of bias and probabilities: [heads, queries, these]."""
+    return -(-keys // _FILL[dtype]) * _FILL[dtype]
+
+
+def scores_of(x: torch.Tensor, shape: tuple[int, int, int], first: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of a bias, or of what is kept for backward, a sequence's [heads, queries, keys], from number `first` on."""
+    heads, queries, keys = shape
+    rows = (heads, queries, filled(dtype, keys))
+    return x[first : first + math.prod(rows)].view(rows)[..., :keys]
+
+
+def _scores(q: torch.Tensor, queries: list[int], keys: list[int]) -> int:
+    """How many scores are kept of all sequences."""
+    return q.shape[1] * sum(n * filled(q.dtype, m) for n, m in zip(queries, keys, strict=True))
 
 
 def _place(call: _Call, name: str, short: str, x: torch.Tensor) -> torch.Tensor:
@@ -219,11 +250,11 @@ def usable(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Whether `library` does what is meant, on few sequences with all kinds of remainders, also where a window is."""
-    return all(_agrees(library, dtype, window) for window in (-1, 9))
+    """Whether `library` does what is meant, on few sequences with all kinds of remainders, also with window or bias."""
+    return all(_agrees(library, dtype, *case) for case in ((-1, False), (9, False), (-1, True)))
 
 
-def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int) -> bool:
+def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int, biased: bool) -> bool:
     heads, width, p, seeds, scale = 2, 48, 0.1, (7, 9), 0.2
     keys = [37, 4, 19, 66] if window < 0 else [37, 4, 9, 150]
     queries = [37, 0, 101, 1] if window < 0 else keys
@@ -232,35 +263,40 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int) -> bool:
         ((torch.arange(n * heads * width, device="cpu") * (0.7 + i)).sin() * 1.5).view(n, heads, width).to(dtype)
         for i, n in enumerate(sizes)
     )
-    out, saved = forward(q, k, v, queries, keys, seeds, p, scale, window=window, library=library)
-    found = (out, *backward(g, saved, queries, keys, p, scale, window, library))
-    signs, expected = saved[3].signbit(), [[] for _ in found]
+    total = _scores(q, queries, keys)
+    bias = (torch.arange(total, device="cpu", dtype=torch.float32) * 0.3).sin() * 4 if biased else None
+    out, saved = forward(q, k, v, queries, keys, seeds, p, scale, window=window, library=library, bias=bias)
+    gradients = backward(g, saved, queries, keys, p, scale, window, library, of_bias=biased)
+    found, expected, of_bias = (out, *gradients[:3]), [[] for _ in range(4)], []
     row = element = 0
     lengths = (queries, keys, keys, queries)
     for qi, ki, vi, gi in zip(*(x.double().split(n) for x, n in zip((q, k, v, g), lengths, strict=True)), strict=True):
-        shape, padded = (heads, len(qi), len(ki)), -(-len(ki) // _FILL[dtype]) * _FILL[dtype]
+        shape = (heads, len(qi), len(ki))
+        own_scores = partial(scores_of, shape=shape, first=row, dtype=dtype)
         own = ((seeds[0] + element * 0x9E3779B9) % (1 << 32), seeds[1])
         stays = keep_by_torch(math.prod(shape), own, round(realised(p) * _STEPS)).view(shape)
         element += (math.prod(shape) + 1) // 2
-        part = signs[row : row + heads * len(qi) * padded].view(heads, len(qi), padded)[..., : len(ki)]
-        row += heads * len(qi) * padded
+        row += heads * len(qi) * filled(dtype, len(ki))
         seen = torch.ones(shape, dtype=torch.bool, device="cpu") if window < 0 else band(len(ki), window).expand(shape)
-        if not torch.equal(part[seen], ~stays[seen]):
+        if not torch.equal(own_scores(saved[3]).signbit()[seen], ~stays[seen]):
             return False
         qi, ki, vi, gi = (x.transpose(0, 1) for x in (qi, ki, vi, gi))
-        probabilities = (qi @ ki.mT * scale).masked_fill(~seen, -math.inf).softmax(-1)
+        probabilities = (
+            ((qi @ ki.mT + (own_scores(bias) if biased else 0)) * scale).masked_fill(~seen, -math.inf).softmax(-1)
+        )
         factor = stays / (1 - realised(p))
         through = gi @ vi.mT * factor
         ds = probabilities * (through - (probabilities * through).sum(-1, keepdim=True)) * scale
         kept = probabilities * factor
         for parts, x in zip(expected, (kept @ vi, ds @ ki, ds.mT @ qi, kept.mT @ gi), strict=True):
             parts.append(x.transpose(0, 1))
+        if biased:
+            of_bias.append((own_scores(gradients[3]), ds))
+    pairs = [*zip(found, map(torch.cat, expected), strict=True), *of_bias]
     # To bfloat16 three roundings on the way to a result, of terms that are no larger than a few times the largest; in
     # float32 at most 101 terms of such a size.
     allowed = 0.02 if dtype == torch.bfloat16 else 1e-5
-    return all(
-        (x - y).abs().max() <= allowed * y.abs().max() for x, y in zip(found, map(torch.cat, expected), strict=True)
-    )
+    return all((x - y).abs().max() <= allowed * y.abs().max() for x, y in pairs if y.numel())
 
 
 def band(length: int, window: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -201,7 +201,8 @@ static void forward_task(const Call *c, const Span *s, int64_t head, char *memor
       int64_t row = head * s->queries + i + r;
       const Range own = seen(c, s, i + r);
       const int64_t hidden = own.from - range.from, left = own.to - range.from;
-      const float *x = scores + r * wide;
+      float *x = scores + r * wide;
+      if (c->bias) add_bias(x, c->bias + s->first + row * wide, n);
       uint16_t *signed_p = c->probabilities ? c->probabilities + s->first + row * wide + range.from : 0;
       uint16_t *to = kept + r * wide;
       float inverse = c->least == -32768
@@ -304,6 +305,7 @@ static void backward_task(const Call *c, const Span *s, int64_t head, char *memo
     if (r < rows)
       differentiate(1, p + r * wide, dp + r * wide, m, wide, inverse + r, c->scale, c->keep, ds + r * wide,
                     ds2 + r / 2 * wide, kept2 + r / 2 * wide);
+    for (r = 0; c->dbias && r < rows; r++) memcpy(c->dbias + s->first + (first + r) * wide, ds + r * wide, (size_t)n * 2);
     for (r = (rows + 1) / 2; r < up(rows, DEEP) / 2; r++) /* rows that are not there */
       memset(ds2 + r * wide, 0, (size_t)wide * 4), memset(kept2 + r * wide, 0, (size_t)wide * 4);
     product(dq, d, rows, d / 16, ds, wide * 2, up(m, DEEP) / 2, k + range.from / 2 * d, d, 16, 0);

@@ -203,6 +203,7 @@ static void forward_task(const Call *c, const Span *s, int64_t head, char *memor
       int64_t row = head * s->queries + i + r, first = row * n + range.from, odd = first & 1;
       const Range own = seen(c, s, i + r);
       int dropout = c->least != -32768;
+      if (c->bias) add_bias(scores + r * wide, c->bias + s->first + row * wide, n);
       if (dropout) draw(bits, words, (uint32_t)(first / 2), end / 2 + odd, s->k0, c->k1);
       float *signed_p = c->probabilities ? c->probabilities + s->first + row * wide + range.from : 0;
       softmax(scores + r * wide, own.from - range.from, own.to - range.from, end, c->scale, c->keep,
@@ -264,6 +265,8 @@ static void backward_task(const Call *c, const Span *s, int64_t head, char *memo
     product(ds, wide, rows, up(m, WIDE) / WIDE, g, d, 1, d, v + range.from * d, WIDE, d * WIDE, 0);
     for (int64_t r = 0; r < rows; r++)
       differentiate(p + r * wide, ds + r * wide, kept + r * wide, m, c->scale, c->keep);
+    for (int64_t r = 0; c->dbias && r < rows; r++)
+      memcpy(c->dbias + s->first + (head * s->queries + i + r) * wide, ds + r * wide, (size_t)n * 4);
     product(dq + i * dq_token, dq_token, rows, d / WIDE, ds, wide, 1, m, k + range.from * d, d, WIDE, 0);
     product(dv + range.from * dv_token, dv_token, m, d / WIDE, kept, 1, wide, rows, g, d, WIDE, add);
     product(dk + range.from * dk_token, dk_token, m, d / WIDE, ds, 1, wide, rows, q, d, WIDE, add);

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from composer_speedups.kernels.fused_attention import band
 from composer_speedups.kernels.per_sequence import per_sequence
 
-__all__ = ["Lengths", "attention_kernel", "varlen_attention"]
+__all__ = ["Lengths", "attention_kernel", "padded_rows", "varlen_attention"]
 
 
 class Lengths(NamedTuple):
@@ -133,18 +133,23 @@ def _look(device: torch.device) -> str:
     return "flash-attn" if hasattr(flash_attn, "flash_attn_varlen_func") else "aten flash"
 
 
+def padded_rows(x: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    """[total, heads, width] -> [sequences, heads, longest, width], zeros for padding, and where tokens are among rows.
+
+    >>> padded, at = padded_rows(torch.ones(3, 1, 1), Lengths.of([1, 2]))
+    >>> padded.flatten().tolist(), at.tolist()
+    ([1.0, 0.0, 1.0, 1.0], [0, 2, 3])
+    """
+    rows, token = len(lengths.host), torch.arange(len(x), device=x.device)
+    row = torch.bucketize(token, lengths.cumulative[1:], right=True)
+    at = row * lengths.longest + token - lengths.cumulative[row]
+    padded = x.new_zeros(rows * lengths.longest, *x.shape[1:]).index_copy(0, at, x)
+    return padded.unflatten(0, (rows, lengths.longest)).transpose(1, 2), at
+
+
 def _padded(q, k, v, queries: Lengths, keys: Lengths, dropout_p: float, scale: float, window: int) -> torch.Tensor:
     """By `scaled_dot_product_attention` over padded sequences."""
-    rows = len(queries.host)
-
-    def pad(x: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
-        token = torch.arange(len(x), device=x.device)
-        row = torch.bucketize(token, lengths.cumulative[1:], right=True)
-        at = row * lengths.longest + token - lengths.cumulative[row]
-        padded = x.new_zeros(rows * lengths.longest, *x.shape[1:]).index_copy(0, at, x)
-        return padded.unflatten(0, (rows, lengths.longest)).transpose(1, 2), at
-
-    (pq, at), (pk, _), (pv, _) = pad(q, queries), pad(k, keys), pad(v, keys)
+    (pq, at), (pk, _), (pv, _) = padded_rows(q, queries), padded_rows(k, keys), padded_rows(v, keys)
     real = torch.arange(keys.longest, device=q.device) < keys.cumulative.diff()[:, None]
     # A sequence without tokens has no real key; letting it see its zeros keeps NaN out of the gradients.
     real = (real | (keys.cumulative.diff()[:, None] == 0))[:, None, None]

@@ -31,6 +31,19 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _VOCABULARY_MULTIPLE = 8
 
 _LARGE = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+# Its configuration's own defaults are those of DeBERTa-v2-xlarge.
+_DEBERTA_V3 = dict(
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    intermediate_size=3072,
+    relative_attention=True,
+    pos_att_type=["p2c", "c2p"],
+    position_buckets=256,
+    norm_rel_ebd="layer_norm",
+    share_att_key=True,
+    position_biased_input=False,
+)
 _ROBERTA = dict(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5)
 
 
@@ -63,6 +76,13 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
         "modernbert",
         dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=2624),
     ),
+    "microsoft/deberta-v3-xsmall": (
+        "deberta-v2",
+        {**_DEBERTA_V3, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536},
+    ),
+    "microsoft/deberta-v3-small": ("deberta-v2", {**_DEBERTA_V3, "num_hidden_layers": 6}),
+    "microsoft/deberta-v3-base": ("deberta-v2", _DEBERTA_V3),
+    "microsoft/deberta-v3-large": ("deberta-v2", {**_DEBERTA_V3, **_LARGE}),
     "FacebookAI/roberta-base": ("roberta", _ROBERTA),
     "FacebookAI/roberta-large": ("roberta", {**_ROBERTA, **_LARGE}),
 }
@@ -222,8 +242,11 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
         for name in ("pad", "cls", "sep", "bos", "eos"):  # ModernBERT's are the last of its own vocabulary
             if (getattr(config, f"{name}_token_id", None) or 0) >= config.vocab_size:
                 setattr(config, f"{name}_token_id", 0)
+    width = getattr(config, "hidden_size", None)
     for name, value in spec.config.items():
         _override(config, name, value)
+    if getattr(config, "pooler_hidden_size", None) == width and "pooler_hidden_size" not in spec.config:
+        config.pooler_hidden_size = getattr(config, "hidden_size", None)  # DeBERTa's has a number of its own for it
     if config.vocab_size < task.vocabulary:
         raise TaskError(
             f"the model has {config.vocab_size:,} embeddings, but the task's ids go up to {task.vocabulary - 1:,}: "
@@ -262,11 +285,20 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
     setattr(config, name, value)
 
 
+def _has_sdpa(kind: Any, config: PretrainedConfig) -> bool:
+    """Whether the class of models that `kind` makes of `config` has scaled_dot_product_attention; DeBERTa has not."""
+    try:
+        cls = kind._model_mapping[type(config)]
+    except KeyError:  # which will be said when it is to be built
+        return True
+    return getattr(cls, "_supports_sdpa", True)
+
+
 def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTrainedModel:
     from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if task.objective == "classification" else AutoModelForMaskedLM
-    attention = {"attn_implementation": spec.attn_implementation}
+    attention = {"attn_implementation": spec.attn_implementation if _has_sdpa(kind, config) else "eager"}
     with _quiet_transformers():
         if task.source.pretrained:
             # A checkpoint's own head may have other classes: then a new head, but nothing else, is made.

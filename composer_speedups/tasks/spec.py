@@ -116,7 +116,7 @@ class ModelSpec(_Spec):
             configuration; "auto": pretrained where they can be had, else random, said loudly and recorded.
         config: changes to the configuration, scalars only, such as `num_hidden_layers: 4`. With pretrained weights
             only values that leave the shapes alone (such as dropout) fit.
-        attn_implementation: `sdpa` or `eager` attention.
+        attn_implementation: `sdpa`, where the model has it (DeBERTa has not), or `eager` attention.
 
     >>> ModelSpec(pretrained=False, config={"num_hidden_layers": 2}).name
     'bert-base-uncased'

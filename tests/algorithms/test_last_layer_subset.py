@@ -13,8 +13,8 @@ from composer_speedups import first_only as module
 from composer_speedups.families import attention_of, layers_of, stack_of
 from composer_speedups.joint_linear import joint_linear, part_of_linear
 
-PADDING = {"Bert": 0, "Roberta": 1, "Electra": 0, "DistilBert": 0, "ModernBert": 0}
-EACH_KIND = pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])  # of layer
+PADDING = {"Bert": 0, "Roberta": 1, "Electra": 0, "DistilBert": 0, "ModernBert": 0, "DebertaV2": 0}
+EACH_KIND = pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "DebertaV2"])  # of layer
 
 
 def make(family: str = "Bert", attention: str = "sdpa", **changes: object) -> torch.nn.Module:
@@ -30,8 +30,8 @@ def make(family: str = "Bert", attention: str = "sdpa", **changes: object) -> to
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    if family == "Electra":
-        attention = "eager"  # 4.53 has no other
+    if family in ("Electra", "DebertaV2"):
+        attention = "eager"  # the first has no other in 4.53, the second in none
     if family == "ModernBert":
         values |= {"num_hidden_layers": 3, "classifier_pooling": "cls"}  # of which the second sees a window
         if attention == "eager":  # in float64 the stock one is NaN for tokens that see nothing but padding
@@ -99,7 +99,7 @@ def test_last_feed_forward_sees_one_token_a_row(unpadded: bool, attention: str, 
     if unpadded:
         apply_unpadding(model, multiple_of=1)
     for layer in layers_of(stack_of(model.base_model)):
-        last = layer.get_submodule({"Bert": "output.dense", "DistilBert": "ffn.lin2", "ModernBert": "mlp.Wo"}[family])
+        last = layer.get_submodule({"DistilBert": "ffn.lin2", "ModernBert": "mlp.Wo"}.get(family, "output.dense"))
         last.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
     inputs = batch()
     model(**inputs)
@@ -310,6 +310,8 @@ def test_the_encoder_by_itself_computes_all_tokens(unpadded: bool, family: str) 
 def test_the_encoder_may_be_called_while_the_classifier_waits_for_its_backward(
     order: str, reentrant: bool, family: str
 ) -> None:
+    if (order, reentrant, family) == ("alone", True, "DebertaV2"):
+        pytest.skip("the stock model cannot: its layers share what it makes of distances, and are given it by name")
     stock, inputs = make(family).train(), batch()
     fast = copy.deepcopy(stock)
     if order == "after":

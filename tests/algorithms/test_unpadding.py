@@ -14,6 +14,7 @@ from composer.models import HuggingFaceModel
 from small import Doubled, config_of
 
 from composer_speedups import (
+    MixedPrecision,
     SDPAttention,
     Unpadding,
     apply_masked_token_head,
@@ -23,8 +24,11 @@ from composer_speedups import (
     packed_distilbert,
     packed_encoder,
 )
+from composer_speedups.algorithms import unpadding
 from composer_speedups.errors import ConflictError
 from composer_speedups.joint_linear import joint_linear
+from composer_speedups.kernels import fused_attention
+from composer_speedups.kernels.disentangled import in_c
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over
 
@@ -37,6 +41,7 @@ FAMILIES = {  # and their padding ids
     "Electra": 0,
     "DistilBert": 0,
     "ModernBert": 0,
+    "DebertaV2": 0,
 }
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
 
@@ -118,6 +123,35 @@ def test_equals_the_padded_model(family: str, head: str, kind: str) -> None:
         compare(stock, fast, head, inputs)
 
 
+DEBERTAS = {  # what models of that family differ in
+    "other layers for distances": {"share_att_key": False},
+    "content to position only": {"pos_att_type": ["c2p"]},
+    "position to content only": {"pos_att_type": ["p2c"], "share_att_key": False},
+    "no buckets": {"position_buckets": -1, "norm_rel_ebd": "none"},
+    "fewer distances than tokens": {"position_buckets": -1, "max_relative_positions": 6},
+    "no distances": {"relative_attention": False, "position_biased_input": True, "type_vocab_size": 2},
+    "positions and token types": {"position_biased_input": True, "type_vocab_size": 2, "embedding_size": 16},
+}
+
+
+@pytest.mark.parametrize("kind", ["right", "left"])
+@pytest.mark.parametrize("changes", DEBERTAS.values(), ids=DEBERTAS)
+def test_equals_every_padded_deberta(changes: dict, kind: str) -> None:
+    stock = make("DebertaV2", "ForTokenClassification", **changes)
+    inputs = batch("ForTokenClassification", kind=kind)
+    if "type_vocab_size" in changes:
+        inputs["token_type_ids"] = torch.randint(0, 2, inputs["input_ids"].shape)
+    fast = copy.deepcopy(stock)
+    assert apply_unpadding(fast) == 2
+    compare(stock, fast, "ForTokenClassification", inputs)
+
+
+def test_a_deberta_with_a_convolution_stays_padded() -> None:
+    model = make("DebertaV2", conv_kernel_size=3)
+    assert apply_unpadding(model) == 0
+    assert "conv_kernel_size" in unpadding._why_not(model.deberta, model)
+
+
 @pytest.mark.parametrize(("multiple_of", "filled"), [(1, 48), (16, 48), (20, 60), (64, 64), (1000, ROWS * LENGTH)])
 def test_layers_see_real_tokens_and_little_more(multiple_of: int, filled: int) -> None:
     model, seen = make(), []
@@ -168,6 +202,8 @@ KINDS = [
     ("DistilBert", "ForMaskedLM"),
     ("ModernBert", "ForSequenceClassification"),
     ("ModernBert", "ForMaskedLM"),
+    ("DebertaV2", "ForSequenceClassification"),
+    ("DebertaV2", "ForTokenClassification"),
 ]
 
 
@@ -468,6 +504,22 @@ class TestTrainer:
         assert algorithm.evidence["kernel"] == f"per sequence: {served_by(torch.ones(1, 1, 8))}"
         assert algorithm.evidence["counted_on_host"]
         assert len(counted) == 8 and all(counted), "a count was made anew"
+
+    @pytest.mark.parametrize("family", ["Bert", "DebertaV2"])
+    def test_tells_the_kernel_of_the_precision_that_runs(self, make_trainer, family: str, monkeypatch) -> None:
+        model, queries = make(family, num_attention_heads=2).float(), []
+        serves = fused_attention.serves
+        monkeypatch.setattr(fused_attention, "serves", lambda q, k, v: queries.append(q) or serves(q, k, v))
+        columns = batch("ForSequenceClassification")
+        samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = torch.utils.data.DataLoader(samples, batch_size=3)
+        algorithms = [MixedPrecision("bf16"), Unpadding()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        make_trainer(algorithms, model=HuggingFaceModel(model), optimizer=optimizer, train_dataloader=rows).fit()
+        asked, *real = queries
+        assert {q.dtype for q in real} == {asked.dtype} == {torch.bfloat16}
+        own = family == "Bert" or in_c(*real[:1] * 3)
+        assert algorithms[1].evidence["kernel"] == (f"per sequence: {served_by(real[0])}" if own else "padded sdpa")
 
     def test_others_may_change_the_batch(self, make_trainer) -> None:
         """Composer's algorithms that cut batches, and transforms that mask tokens, come before the count."""

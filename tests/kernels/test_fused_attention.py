@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fused_attention_check import (
+    HEADS,
     SAME,
     SCALE,
     SEEDS,
@@ -30,6 +31,7 @@ from composer_speedups.kernels import fast_dropout
 from composer_speedups.kernels import fused_attention as module
 from composer_speedups.kernels import native as building
 from composer_speedups.kernels import per_sequence as public
+from composer_speedups.kernels.fast_dropout import realised
 from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 
 KERNELS = {
@@ -220,6 +222,67 @@ def test_keeps_nothing_without_gradients(dtype: torch.dtype, monkeypatch: pytest
     assert kept == [0, 0, 5]
 
 
+def biased(dtype: torch.dtype, lengths, p: float = P) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The output and the gradients of q, k, v and a bias: by C, and in float64 by the book."""
+    q, k, v, gradient = inputs(lengths, 32, dtype)
+    sizes = [(HEADS, n, module.filled(dtype, m)) for n, m in zip(*lengths, strict=True)]
+    bias = torch.randn(sum(map(math.prod, sizes)))
+    out, saved = module.forward(q, k, v, *lengths, SEEDS, p, SCALE, bias=bias)
+    *found, of_bias = out, *module.backward(gradient, saved, *lengths, p, SCALE, of_bias=True)
+    with torch.enable_grad():
+        leaves = [x.double().requires_grad_() for x in (q, k, v, bias)]
+        packed = zip(*(x.split(n) for x, n in zip(leaves[:3], (*lengths, lengths[1]), strict=True)), strict=True)
+        parts, first = [], 0
+        for (qi, ki, vi), mask in zip(packed, masks(lengths, p), strict=True):
+            own = module.scores_of(leaves[3], tuple(mask.shape), first, dtype)
+            first += HEADS * len(qi) * module.filled(dtype, len(ki))
+            scores = (torch.einsum("qhd,khd->hqk", qi, ki) + own) * SCALE
+            kept = scores.softmax(-1) * mask / (1 - realised(p))
+            parts.append(torch.einsum("hqk,khd->qhd", kept, vi))
+        expected = torch.cat(parts)
+    found.append(torch.where((wanted := torch.autograd.grad(expected, leaves, gradient.double()))[3] == 0, 0, of_bias))
+    return found, [expected.detach(), *wanted]
+
+
+@pytest.mark.parametrize("p", [0.0, P])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_bias_is_added_and_has_its_gradient(dtype: torch.dtype, p: float) -> None:
+    for lengths in (SAME, ([35, 130], [35, 131])):
+        for name, x, y in zip(("out", "q", "k", "v", "bias"), *biased(dtype, lengths, p), strict=True):
+            error = (x.double() - y).norm() / y.norm() / torch.finfo(dtype).eps
+            # A few roundings of 1/sqrt(12) unit each; in float32 a score loses a unit for its size, which is a few.
+            assert error < (1.2 if dtype == torch.bfloat16 else 5), f"{name}: {error:.2f} units"
+
+
+def test_a_bias_of_zeros_changes_no_bit(dtype: torch.dtype) -> None:
+    q, k, v, gradient = inputs(SAME, 32, dtype)
+    zeros = torch.zeros(HEADS * sum(n * module.filled(dtype, n) for n in SAME[0]))
+    found = []
+    for bias in (None, zeros):
+        out, saved = module.forward(q, k, v, *SAME, SEEDS, P, SCALE, bias=bias)
+        found.append([out, *module.backward(gradient, saved, *SAME, P, SCALE, of_bias=bias is not None)[:3]])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("c->bias + s->first + row * wide", "c->bias + s->first"),
+        ("c->bias + s->first + row * wide", "c->bias + row * wide"),
+        ("scores[i] += bias[i]", "scores[i] -= bias[i]"),
+        ("c->dbias + s->first +", "c->dbias +"),
+        ("; c->dbias && r < rows", "; c->dbias && r < rows - 1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("file", NEEDS)
+def test_a_fault_planted_where_the_bias_is_is_found(file: str, fault: tuple[str, str], tmp_path: Path) -> None:
+    dtype = next(dtype for dtype, files in module.FILES.items() if file in files)
+    if module.usable(file, dtype) is None:
+        pytest.skip("no compiler, or a CPU without the instructions")
+    assert not module.agrees(compiled(tmp_path, file, *fault), dtype)
+
+
 @pytest.mark.parametrize("window", [-1, 20])
 def test_compiled_code_gives_the_same_bits(dtype: torch.dtype, window: int) -> None:
     q, k, v, gradient = inputs(SAME, 32, dtype)
@@ -269,6 +332,9 @@ def test_errors_name_what_is_wrong(dtype: torch.dtype, monkeypatch: pytest.Monke
     _, saved = module.forward(q, k, v, [4], [6], SEEDS, P, SCALE)
     with pytest.raises(ValueError, match="must be as q"):
         module.backward(gradient[:3], saved, [4], [6], P, SCALE)
+    for bias, window in ((torch.zeros(5), -1), (torch.zeros(3 * 4 * module.filled(dtype, 4)), 20)):
+        with pytest.raises(ValueError, match=r"a bias must be .* in float32, without a window, not"):
+            module.forward(q, k[:4], v[:4], [4], [4], SEEDS, P, SCALE, window=window, bias=bias)
     with pytest.raises(ValueError, match=r"as many queries as keys, got \[4\] and \[6\]"):
         module.forward(q, k, v, [4], [6], SEEDS, P, SCALE, window=2)
     monkeypatch.setattr(module, "native", lambda dtype: SimpleNamespace(forward=lambda call: 1))

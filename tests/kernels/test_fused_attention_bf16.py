@@ -219,6 +219,8 @@ OVERRUNS = {
     "half a vector behind keys": ("__mmask16 some = below((width - c) / 2);", "__mmask16 some = 0xFFFF;"),
     "a row behind keys": ("i < 2 && r + i < rows", "i < 2"),
     "a pair of rows behind the scores": ("r + 1 < rows; r += 2", "r < rows + 1; r += 2"),
+    "gradients behind those of the bias": ("ds + r * wide, (size_t)n * 2", "ds + r * wide, (size_t)(wide + 1) * 2"),
+    "a bias behind it": ("c->bias + s->first + row * wide, n)", "c->bias + s->first + row * wide, wide + 1)"),
     "less memory than is used": ("d * 10 + wide * 10 + deep * 2", "d * 10 + wide * 9 + deep * 2"),
 }
 

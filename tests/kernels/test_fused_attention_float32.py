@@ -193,6 +193,8 @@ OVERRUNS = {
     "a row behind keys": ("i < 8 && r + i < rows", "i < 8"),
     "rows behind the output": ("height = rows - r < ROWS ? rows - r : ROWS,", "height = ROWS,"),
     "less memory than is used": ("most * wide * 8", "most * wide * 7"),
+    "gradients behind those of the bias": ("ds + r * wide, (size_t)n * 4", "ds + r * wide, (size_t)(wide + 1) * 4"),
+    "a bias behind it": ("c->bias + s->first + row * wide, n)", "c->bias + s->first + row * wide, wide + 1)"),
     "less memory in forward": ("FORWARD * wide * 4 + (wide / 2 + 1) * 8", "FORWARD * wide * 3"),
 }
 

@@ -46,6 +46,7 @@ def test_null_leaves_out_what_a_recipe_says_for_another_family():
         "distilbert-base-uncased",
         "prajjwal1/bert-mini",
         "answerdotai/ModernBERT-base",
+        "microsoft/deberta-v3-base",
     ],
 )
 def test_known_models_are_built_without_the_hub(name: str, objective: str):

@@ -1,0 +1,244 @@
+"""DeBERTa's attention over packed sequences: scores also have products of content with relative positions.
+
+Of a query i and a key j the score is `(q_i k_j + q_i key(i - j) + k_j query(i - j)) * scale`: `key` and `query` are
+rows that the model makes of its embeddings of distances. Over padded batches PyTorch computes the second and third term
+for every query with every distance, gathers them into two tensors of the scores' size, and scatters their gradients
+back with one thread. Here tokens of all sequences are multiplied with the distances that occur, by one matrix product
+each; a pass of C (`disentangled.c`) takes what belongs to a pair of tokens to its place, and the attention of
+`fused_attention.py` adds it to its scores while those are in the cache.
+
+Elsewhere, on CUDA, in other dtypes and without a compiler, sequences are padded again, and PyTorch gathers, for
+`scaled_dot_product_attention` with a bias: the linear layers around it still work on packed tokens.
+
+Numerics: products with distances are rounded to the tensors' dtype as PyTorch's are; their sum, and the score, are
+float32 in C. The scale, which transformers rounds to that dtype, is not rounded.
+
+Source: DeBERTa, https://arxiv.org/abs/2006.03654.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from composer_speedups.kernels import fused_attention as fused
+from composer_speedups.kernels.fast_dropout import draw_keys
+from composer_speedups.kernels.native import load
+from composer_speedups.kernels.tensors import plain, shape_only
+from composer_speedups.kernels.varlen_attention import Lengths, padded_rows
+
+__all__ = ["Places", "disentangled_attention", "in_c"]
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+Keys = tuple[int, int]
+
+
+class Places(NamedTuple):
+    """Which row of the positions' keys and queries stands for which distance.
+
+    Attributes:
+        rows: [2 reach + 1] int32: of the distances query - key from -reach to reach; on the tokens' device.
+        reach: at least the longest sequence less one.
+        used: the first of the model's embeddings of distances that `rows` counts, and the end of those.
+    """
+
+    rows: torch.Tensor
+    reach: int
+    used: tuple[int, int]
+
+    def of_pairs(self, length: int) -> torch.Tensor:
+        """[length, length] int64: of each query, with each key."""
+        at = torch.arange(length, device=self.rows.device)
+        return self.rows[at[:, None] - at + self.reach].long()
+
+
+def disentangled_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pos_key: torch.Tensor | None,
+    pos_query: torch.Tensor | None,
+    places: Places,
+    lengths: Lengths,
+    dropout_p: float,
+    scale: float,
+) -> torch.Tensor:
+    """DeBERTa's attention within each sequence, with dropout on the probabilities.
+
+    Args:
+        q: [total of `lengths`, heads, width].
+        k: the same shape.
+        v: the same shape.
+        pos_key: [positions, heads, width], with which queries are multiplied (content to position); None for none.
+        pos_query: [positions, heads, width], with which keys are multiplied (position to content); None for none.
+        places: of distances among positions.
+        lengths: how many tokens each sequence has.
+        dropout_p: 0 outside of training.
+        scale: of the scores.
+
+    Returns:
+        [total of `lengths`, heads, width].
+
+    >>> x, lengths = torch.ones(5, 1, 16), Lengths.of([2, 3])
+    >>> places = Places(torch.tensor([0, 0, 1, 2, 2], dtype=torch.int32), 2, (0, 3))
+    >>> bool(disentangled_attention(x, x, x, x[:3], x[:3], places, lengths, 0.0, 0.25).allclose(x))
+    True
+    """
+    if places.reach < lengths.longest - 1:
+        raise ValueError(f"places reach {places.reach} tokens far, and a sequence has {lengths.longest}")
+    if pos_key is not None and pos_query is not None and in_c(q, k, v, pos_key, pos_query):
+        seeds = draw_keys() if dropout_p else (0, 0)
+        tensors = (q, k, v, pos_key, pos_query)
+        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        return _Disentangled.apply(*tensors, places, lengths.host.tolist(), seeds, dropout_p, scale, differentiable)
+    return _padded(q, k, v, pos_key, pos_query, places, lengths, dropout_p, scale)
+
+
+def in_c(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *positions: torch.Tensor) -> bool:
+    """Whether C does it, if there are both kinds of positions: where the attention is C, and nothing compiles."""
+    if torch.compiler.is_compiling() or not fused.serves(q, k, v):
+        return False
+    return all(x.dtype == q.dtype and plain(x) for x in positions) and native() is not None
+
+
+class _Disentangled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, pos_key, pos_query, places: Places, lengths: list[int], seeds: Keys, dropout_p: float,
+                scale: float, differentiable: bool):  # fmt: skip
+        of_query = torch.bmm(q.transpose(0, 1), pos_key.permute(1, 2, 0))
+        of_key = torch.bmm(k.transpose(0, 1), pos_query.permute(1, 2, 0))
+        bias = _spread(of_query, of_key, places, lengths)
+        out, saved = fused.forward(
+            q, k, v, lengths, lengths, seeds, dropout_p, scale, differentiable=differentiable, bias=bias
+        )
+        ctx.save_for_backward(pos_key, pos_query, *saved)
+        ctx.arguments = places, lengths, dropout_p, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        pos_key, pos_query, *saved = ctx.saved_tensors
+        places, lengths, dropout_p, scale = ctx.arguments
+        q, k = saved[:2]
+        dq, dk, dv, bias = fused.backward(
+            gradient, saved, lengths, lengths, dropout_p, scale, together=True, of_bias=True
+        )
+        of_query, of_key = _collect(bias, q.shape[1], pos_key.shape[0], places, lengths)
+        dq += torch.bmm(of_query, pos_key.transpose(0, 1)).transpose(0, 1)
+        dk += torch.bmm(of_key, pos_query.transpose(0, 1)).transpose(0, 1)
+        of_pos_key = torch.bmm(of_query.mT, q.transpose(0, 1)).transpose(0, 1)
+        of_pos_query = torch.bmm(of_key.mT, k.transpose(0, 1)).transpose(0, 1)
+        return dq, dk, dv, of_pos_key, of_pos_query, *[None] * 6
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` of `disentangled.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("place", "lengths")),
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "tokens", "columns", "fill")),
+        ("threads", ctypes.c_int32),
+    )
+
+
+def _spread(of_query, of_key, places: Places, lengths: list[int], library: ctypes.CDLL | None = None) -> torch.Tensor:
+    """From [heads, total, positions] of queries and of keys to a bias as `fused_attention.forward` takes it."""
+    heads, columns, dtype = of_query.shape[0], of_query.shape[2], of_query.dtype
+    scores = heads * sum(n * fused.filled(dtype, n) for n in lengths)
+    bias = torch.empty(scores, dtype=torch.float32, device=of_query.device)
+    if not shape_only(of_query):
+        of_query, of_key = of_query.contiguous(), of_key.contiguous()
+        call = getattr(library or native(), f"spread_{_NAMES[dtype]}")
+        _run(call, heads, columns, dtype, places, lengths, of_query, of_key, bias)
+    return bias
+
+
+def _collect(
+    bias: torch.Tensor,
+    heads: int,
+    columns: int,
+    places: Places,
+    lengths: list[int],
+    library: ctypes.CDLL | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of `_spread`'s first two arguments, from that of its result."""
+    found = tuple(bias.new_empty(heads, sum(lengths), columns) for _ in "qk")
+    if not shape_only(bias):
+        call = getattr(library or native(), f"collect_{_NAMES[bias.dtype]}")
+        _run(call, heads, columns, bias.dtype, places, lengths, *found, bias)
+    return found
+
+
+def _run(call, heads: int, columns: int, dtype: torch.dtype, places: Places, lengths: list[int], *tensors) -> None:
+    rows, counts = places.rows.contiguous(), (ctypes.c_int32 * len(lengths))(*lengths)
+    place = rows.data_ptr() + places.reach * rows.element_size()
+    sizes = len(lengths), heads, sum(lengths), columns, fused.filled(dtype, 1)
+    shape = _Shape(place, ctypes.addressof(counts), *sizes, torch.get_num_threads())
+    if call(ctypes.byref(shape), *(ctypes.c_void_p(x.data_ptr()) for x in tensors)):
+        raise MemoryError("no memory for the products with positions")
+
+
+def _bias_by_torch(of_query, of_key, places: Places) -> torch.Tensor:
+    """What `_spread` means for one sequence: [..., queries, keys] of [..., tokens, positions]; None is left out."""
+    given = of_key if of_query is None else of_query
+    pairs = places.of_pairs(given.shape[-2]).expand(*given.shape[:-1], -1)
+    bias = 0 if of_query is None else of_query.gather(-1, pairs)
+    return bias if of_key is None else bias + of_key.gather(-1, pairs.mT).mT
+
+
+def _padded(
+    q, k, v, pos_key, pos_query, places: Places, lengths: Lengths, dropout_p: float, scale: float
+) -> torch.Tensor:
+    """By PyTorch's operations over padded sequences."""
+    (pq, at), (pk, _), (pv, _) = (padded_rows(x, lengths) for x in (q, k, v))
+    longest = lengths.longest
+    of_query, of_key = (
+        None if position is None else x @ position.permute(1, 2, 0) for x, position in ((pq, pos_key), (pk, pos_query))
+    )
+    real = torch.arange(longest, device=q.device) < lengths.cumulative.diff()[:, None]
+    # A sequence without tokens has no real key; letting it see its zeros keeps NaN out of the gradients.
+    hidden = ~(real | (lengths.cumulative.diff()[:, None] == 0))[:, None, None]
+    bias = _bias_by_torch(of_query, of_key, places) * scale
+    bias = bias.to(q.dtype).masked_fill(hidden, -torch.inf)
+    out = F.scaled_dot_product_attention(pq, pk, pv, bias, dropout_p, scale=scale)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
+
+
+@cache
+def native() -> ctypes.CDLL | None:
+    """The C passes, if they could be built and agree with their meaning in PyTorch operations; None if not."""
+    library = load("disentangled")
+    if library is None:
+        return None
+    with _disable_current_modes(), torch.no_grad():  # first asked in a dry run, where tensors have no numbers
+        return library if all(_agrees(library, dtype) for dtype in _NAMES) else None
+
+
+def _agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Whether `library` does what is meant, on few sequences; both ways it adds a few numbers, in the same order."""
+    heads, columns, lengths = 2, 9, [5, 0, 37, 1]
+    places = Places(torch.arange(-40, 41, device="cpu").div(9, rounding_mode="trunc").add(4).int(), 40, (0, 9))
+    numbers = torch.arange(heads * sum(lengths) * columns, device="cpu", dtype=torch.float32)
+    tensors = [(numbers * factor).sin().view(heads, -1, columns).to(dtype) for factor in (0.7, 1.9)]
+    bias = _spread(*tensors, places, lengths, library)
+    gradient = (torch.arange(len(bias), device="cpu") * 0.37).sin().to(dtype)
+    found, first, token = _collect(gradient, heads, columns, places, lengths, library), 0, 0
+    for n in lengths:
+        own, shape = slice(token, token + n), (heads, n, n)
+        with torch.enable_grad():
+            leaves = [x[:, own].float().requires_grad_() for x in tensors]
+            expected = _bias_by_torch(*leaves, places)
+        wanted = torch.autograd.grad(expected, leaves, fused.scores_of(gradient, shape, first, dtype).float())
+        # In float32 sums of at most 37 numbers up to 1; in bfloat16 one rounding of those.
+        close = dict(rtol=torch.finfo(dtype).eps, atol=1e-5)
+        fits = torch.equal(fused.scores_of(bias, shape, first, dtype), expected)
+        if not fits or not all(x[:, own].float().allclose(y, **close) for x, y in zip(found, wanted, strict=True)):
+            return False
+        token, first = token + n, first + heads * n * fused.filled(dtype, n)
+    return True

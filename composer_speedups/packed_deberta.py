@@ -1,0 +1,122 @@
+"""DeBERTa-v2 and -v3 on packed tokens: mixed into their modules by `Unpadding`.
+
+Their encoder makes its masks and its relative positions from the shape of a padded batch, so its layers are run from
+here, with what they need of both. All else is called as it is.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
+
+from composer_speedups.joint_linear import joint_linear
+from composer_speedups.kernels.disentangled import Places, disentangled_attention, in_c
+from composer_speedups.kernels.varlen_attention import varlen_attention
+from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, first_only_as_asked, for_compiled
+from composer_speedups.packing import Packing
+from composer_speedups.surgery import mix_in
+
+__all__ = ["of_distances", "pack_deberta", "scale_of"]
+
+_REACH = 64  # distances are known up to a multiple of it: what is multiplied with them seldom changes its shape
+
+
+def pack_deberta(encoder: torch.nn.Module) -> int:
+    """Let `encoder` work on packed tokens; return its attention layers."""
+    mix_in(_Encoder, encoder)
+    for layer in encoder.encoder.layer:
+        mix_in(_Attention, layer.attention.self)
+    return len(encoder.encoder.layer)
+
+
+class _Encoder(PackedEncoder):
+    packed_whole_rows = True  # distances count the padding between two tokens
+
+    def forward(
+        self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, *args: Any, **kwargs: Any
+    ):
+        packing = self.packing_of(input_ids, attention_mask, args, kwargs)
+        if packing is None:
+            return super().forward(input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs)
+        ids = packing.pack(input_ids)[None]
+        types = torch.zeros_like(ids) if token_type_ids is None else packing.pack(token_type_ids)[None]
+        if position_ids is None:
+            position_ids = self.embeddings.position_ids[:, : packing.length]
+        positions = packing.pack(position_ids)[None]
+        hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=positions)[0]
+        hidden = for_compiled(hidden, self.encoder.layer)
+        distances = self.encoder.get_rel_embedding()
+        places = None if distances is None else places_of(self.encoder, packing.lengths.longest, hidden.device)
+        with first_only_as_asked(self.encoder) as first:
+            for layer in self.encoder.layer:
+                # By their order: reentrant checkpointing gives no gradient to what comes by name.
+                hidden = layer(hidden, packing, None, places, distances)[0]
+        out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
+        return self.returned(out, kwargs.get("return_dict"))
+
+
+class _Attention(PackedAttention):
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
+        packing = attention_mask
+        if not isinstance(packing, Packing):
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        projected = joint_linear(self.projections(), hidden_states)
+        q, k, v = (x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
+        dropout, scale = self.dropout.p if self.training else 0.0, scale_of(self)
+        if not self.relative_attention:
+            out = varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout, scale)
+            return out.flatten(1), None
+        places = kwargs["relative_pos"]
+        distances = self.pos_dropout(kwargs["rel_embeddings"])[slice(*places.used)]
+        positions = of_distances(self, distances)
+        return disentangled_attention(q, k, v, *positions, places, packing.lengths, dropout, scale).flatten(1), None
+
+    def kernel(self, queries: torch.Tensor) -> str:
+        both = all(kind in self.pos_att_type for kind in ("c2p", "p2c"))
+        if not self.relative_attention or (both and in_c(queries, queries, queries)):
+            return super().kernel(queries)
+        return "padded sdpa"
+
+    def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
+        return self.query_proj, self.key_proj, self.value_proj
+
+
+def of_distances(
+    attention: torch.nn.Module, distances: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What queries and what keys meet of the embeddings `distances` [n, width]: [n, heads, width of a head] or None."""
+    names = ("key_proj", "query_proj") if attention.share_att_key else ("pos_key_proj", "pos_query_proj")
+    return tuple(
+        getattr(attention, name)(distances).unflatten(-1, (-1, attention.attention_head_size))
+        if kind in attention.pos_att_type
+        else None
+        for name, kind in zip(names, ("c2p", "p2c"), strict=True)
+    )
+
+
+def scale_of(attention: torch.nn.Module) -> float:
+    """Of its scores. The model takes the root in float32, whatever its type."""
+    kinds = 1 + sum(kind in attention.pos_att_type for kind in ("c2p", "p2c"))
+    return 1 / float(np.sqrt(np.float32(attention.attention_head_size * kinds)))
+
+
+def places_of(stack: torch.nn.Module, longest: int, device: torch.device) -> Places:
+    """Which embeddings of `stack`, the layers' owner, stand for the distances in sequences of up to `longest`."""
+    buckets = max(stack.position_buckets, 0)
+    return _places(buckets, stack.max_relative_positions, -(-longest // _REACH) * _REACH, device)
+
+
+@cache
+def _places(buckets: int, most: int, length: int, device: torch.device) -> Places:
+    tokens = torch.empty(length, 0, device="cpu")
+    far = build_relative_position(tokens, tokens, buckets, most)[0]  # of query and key, as the model itself counts
+    distances = torch.cat((far[0].flip(0), far[1:, 0]))  # from 1 - length to length - 1
+    span = buckets or most
+    rows = (distances + span).clamp(0, 2 * span - 1)
+    low = int(rows[0])
+    return Places((rows - low).int().to(device), length - 1, (low, int(rows[-1]) + 1))
