@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -86,9 +87,14 @@ class _FirstOfDeberta(_FirstOfBert):
         self, hidden_states: torch.Tensor, attention_mask, query_states=None, relative_pos=None, rel_embeddings=None,
         output_attentions: bool = False,
     ):  # fmt: skip
-        given = {"relative_pos": relative_pos, "rel_embeddings": rel_embeddings}
-        given |= {"query_states": query_states, "output_attentions": output_attentions}
-        return super().forward(hidden_states, attention_mask, **given)
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            query_states=query_states,
+            relative_pos=relative_pos,
+            rel_embeddings=rel_embeddings,
+            output_attentions=output_attentions,
+        )
 
     @staticmethod
     def result(hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -107,12 +113,15 @@ class _FirstOfDeberta(_FirstOfBert):
             pos_key, pos_query = of_distances(attention, self.distances(mask, given))
             more = torch.zeros_like(k[..., :1])
             if pos_query is not None:
-                more = (k * self.spread(pos_query, mask)).sum(-1, keepdim=True)
-            k = k if pos_key is None else k + self.spread(pos_key, mask)
+                more = (k * self.spread(pos_query, mask, len(k))).sum(-1, keepdim=True)
+            k = k if pos_key is None else k + self.spread(pos_key, mask, len(k))
             # Filled up, as kernels want their widths.
             k, v = F.pad(torch.cat((k, more.to(k.dtype)), -1), (0, _FILLED - 1)), F.pad(v, (0, _FILLED))
             q = F.pad(torch.cat((q, torch.ones_like(q[..., :1])), -1), (0, _FILLED - 1))
         dropout, scale = attention.dropout.p if attention.training else 0.0, scale_of(attention)
+        # float16 has no room for three products before they are scaled; by a power of two nothing is rounded.
+        first_part = 2.0 ** math.floor(math.log2(scale))
+        q, scale = q * first_part, scale / first_part
         if isinstance(mask, Packing):
             context = _attend(q, k, v, mask, dropout, scale)
         else:  # of pairs, 0 where one is padding; a row that begins with padding takes a mean, and has no gradient
@@ -137,11 +146,11 @@ class _FirstOfDeberta(_FirstOfBert):
         return attention.pos_dropout(embeddings)[rows]
 
     @staticmethod
-    def spread(positions: torch.Tensor, mask: Any) -> torch.Tensor:
-        """[length, ...] -> for each key its own: as it is, or [total, ...]."""
+    def spread(positions: torch.Tensor, mask: Any, tokens: int) -> torch.Tensor:
+        """[length, ...] -> for each key its own: as it is, or [tokens, ...]."""
         if not isinstance(mask, Packing):
             return positions
-        token, ends = torch.arange(sum(mask.lengths.host.tolist()), device=positions.device), mask.lengths.cumulative
+        token, ends = torch.arange(tokens, device=positions.device), mask.lengths.cumulative
         return positions[token - ends[torch.bucketize(token, ends[1:], right=True)]]
 
 

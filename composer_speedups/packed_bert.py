@@ -11,7 +11,7 @@ from composer_speedups.packed_encoder import PACKED, PackedAttention, PackedEnco
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["pack_bert"]
+__all__ = ["pack_bert", "pack_masked_head"]
 
 
 def pack_bert(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
@@ -19,10 +19,15 @@ def pack_bert(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
     mix_in(_Encoder, encoder)
     for layer in encoder.encoder.layer:
         mix_in(_Attention, layer.attention.self)
-    for head in (getattr(owner, name, None) for name in ("cls", "lm_head")):
+    pack_masked_head(encoder, owner)
+    return len(encoder.encoder.layer)
+
+
+def pack_masked_head(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> None:
+    """Let the head of `owner`, if it is a masked language model with one of its own, compute real tokens' logits."""
+    for head in (getattr(owner, name, None) for name in ("cls", "lm_head", "lm_predictions")):
         if encoder.reads_anywhere and type(head).__name__.endswith(("OnlyMLMHead", "LMHead")):
             mix_in(_MaskedHead, head)
-    return len(encoder.encoder.layer)
 
 
 class _Encoder(PackedEncoder):

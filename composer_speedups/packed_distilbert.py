@@ -21,8 +21,8 @@ from composer_speedups.surgery import mix_in
 __all__ = ["pack_distilbert"]
 
 
-def pack_distilbert(encoder: torch.nn.Module) -> int:
-    """Let `encoder` work on packed tokens; return its attention layers."""
+def pack_distilbert(encoder: torch.nn.Module, _owner: torch.nn.Module | None) -> int:
+    """Let `encoder` work on packed tokens; return its attention layers. Its owner's head stays as it is."""
     stack = encoder.transformer
     takes_masks = "head_mask" in inspect.signature(stack.forward).parameters
     encoder.packed_arguments = {"head_mask": [None] * len(stack.layer)} if takes_masks else {}

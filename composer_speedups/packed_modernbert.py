@@ -23,8 +23,8 @@ __all__ = ["pack_modernbert", "rotations_of", "turned", "unpads_itself", "window
 Rotations = tuple[torch.Tensor, torch.Tensor]  # cosine and sine, [..., tokens, width of a head]
 
 
-def pack_modernbert(encoder: torch.nn.Module) -> int:
-    """Let `encoder` work on packed tokens; return its attention layers."""
+def pack_modernbert(encoder: torch.nn.Module, _owner: torch.nn.Module | None) -> int:
+    """Let `encoder` work on packed tokens; return its attention layers. Its owner's head stays as it is."""
     encoder.packed_whole_rows = any(window_of(layer.attn) >= 0 for layer in encoder.layers)
     mix_in(_Encoder, encoder)
     for layer in encoder.layers:

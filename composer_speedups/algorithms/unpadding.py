@@ -94,8 +94,8 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
         anywhere = has_head(owner, heads) and not reads_first(owner)
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
         others = {DEBERTA: pack_deberta, DISTILBERT: pack_distilbert, MODERNBERT: pack_modernbert}
-        pack = next((pack for families, pack in others.items() if family in families), None)
-        count += pack_bert(encoder, owner) if pack is None else pack(encoder)
+        pack = next((pack for families, pack in others.items() if family in families), pack_bert)
+        count += pack(encoder, owner)
     return count
 
 

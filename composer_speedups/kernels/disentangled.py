@@ -11,7 +11,8 @@ Elsewhere, on CUDA, in other dtypes and without a compiler, sequences are padded
 `scaled_dot_product_attention` with a bias: the linear layers around it still work on packed tokens.
 
 Numerics: products with distances are rounded to the tensors' dtype as PyTorch's are; their sum, and the score, are
-float32 in C. The scale, which transformers rounds to that dtype, is not rounded.
+float32 in C. The scale, which transformers rounds to that dtype, is not rounded. Probabilities are kept for backward,
+however long a sequence is.
 
 Source: DeBERTa, https://arxiv.org/abs/2006.03654.
 """
@@ -74,8 +75,8 @@ def disentangled_attention(
         q: [total of `lengths`, heads, width].
         k: the same shape.
         v: the same shape.
-        pos_key: [positions, heads, width], with which queries are multiplied (content to position); None for none.
-        pos_query: [positions, heads, width], with which keys are multiplied (position to content); None for none.
+        pos_key: [positions, heads, width], with which queries are multiplied (content to position), or None.
+        pos_query: [positions, heads, width], with which keys are multiplied (position to content), or None, not both.
         places: of distances among positions.
         lengths: how many tokens each sequence has.
         dropout_p: 0 outside of training.
@@ -91,6 +92,10 @@ def disentangled_attention(
     """
     if places.reach < lengths.longest - 1:
         raise ValueError(f"places reach {places.reach} tokens far, and a sequence has {lengths.longest}")
+    for name, position in (("pos_key", pos_key), ("pos_query", pos_query)):
+        if position is not None and position.shape != (places.used[1] - places.used[0], *k.shape[1:]):
+            wanted = (places.used[1] - places.used[0], *k.shape[1:])
+            raise ValueError(f"{name} must be {wanted}, one for each of the places, not {tuple(position.shape)}")
     if pos_key is not None and pos_query is not None and in_c(q, k, v, pos_key, pos_query):
         seeds = draw_keys() if dropout_p else (0, 0)
         tensors = (q, k, v, pos_key, pos_query)
@@ -110,8 +115,11 @@ class _Disentangled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, pos_key, pos_query, places: Places, lengths: list[int], seeds: Keys, dropout_p: float,
                 scale: float, differentiable: bool):  # fmt: skip
-        of_query = torch.bmm(q.transpose(0, 1), pos_key.permute(1, 2, 0))
-        of_key = torch.bmm(k.transpose(0, 1), pos_query.permute(1, 2, 0))
+        if sum(lengths) != len(q):
+            raise ValueError(f"the lengths sum to {sum(lengths)}, and there are {len(q)} tokens")
+        with torch.autocast("cpu", enabled=False):  # products have the type of their factors
+            of_query = torch.bmm(q.transpose(0, 1), pos_key.permute(1, 2, 0))
+            of_key = torch.bmm(k.transpose(0, 1), pos_query.permute(1, 2, 0))
         bias = _spread(of_query, of_key, places, lengths)
         out, saved = fused.forward(
             q, k, v, lengths, lengths, seeds, dropout_p, scale, differentiable=differentiable, bias=bias
@@ -130,10 +138,11 @@ class _Disentangled(torch.autograd.Function):
             gradient, saved, lengths, lengths, dropout_p, scale, together=True, of_bias=True
         )
         of_query, of_key = _collect(bias, q.shape[1], pos_key.shape[0], places, lengths)
-        dq += torch.bmm(of_query, pos_key.transpose(0, 1)).transpose(0, 1)
-        dk += torch.bmm(of_key, pos_query.transpose(0, 1)).transpose(0, 1)
-        of_pos_key = torch.bmm(of_query.mT, q.transpose(0, 1)).transpose(0, 1)
-        of_pos_query = torch.bmm(of_key.mT, k.transpose(0, 1)).transpose(0, 1)
+        with torch.autocast("cpu", enabled=False):
+            dq += torch.bmm(of_query, pos_key.transpose(0, 1)).transpose(0, 1)
+            dk += torch.bmm(of_key, pos_query.transpose(0, 1)).transpose(0, 1)
+            of_pos_key = torch.bmm(of_query.mT, q.transpose(0, 1)).transpose(0, 1)
+            of_pos_query = torch.bmm(of_key.mT, k.transpose(0, 1)).transpose(0, 1)
         return dq, dk, dv, of_pos_key, of_pos_query, *[None] * 6
 
 
@@ -192,6 +201,12 @@ def _bias_by_torch(of_query, of_key, places: Places) -> torch.Tensor:
     return bias if of_key is None else bias + of_key.gather(-1, pairs.mT).mT
 
 
+def _gradients_by_torch(bias: torch.Tensor, columns: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_collect` means for one sequence: twice [..., tokens, positions] of [..., queries, keys]."""
+    pairs, zeros = places.of_pairs(bias.shape[-1]).expand(bias.shape), bias.new_zeros(*bias.shape[:-1], columns)
+    return zeros.scatter_add(-1, pairs, bias), zeros.scatter_add(-1, pairs.mT, bias.mT)
+
+
 def _padded(
     q, k, v, pos_key, pos_query, places: Places, lengths: Lengths, dropout_p: float, scale: float
 ) -> torch.Tensor:
@@ -204,8 +219,9 @@ def _padded(
     real = torch.arange(longest, device=q.device) < lengths.cumulative.diff()[:, None]
     # A sequence without tokens has no real key; letting it see its zeros keeps NaN out of the gradients.
     hidden = ~(real | (lengths.cumulative.diff()[:, None] == 0))[:, None, None]
-    bias = _bias_by_torch(of_query, of_key, places) * scale
-    bias = bias.to(q.dtype).masked_fill(hidden, -torch.inf)
+    # Scaled one by one, as the model does it: float16 has no room for their sum.
+    scaled = (None if x is None else x * scale for x in (of_query, of_key))
+    bias = _bias_by_torch(*scaled, places).to(q.dtype).masked_fill(hidden, -torch.inf)
     out = F.scaled_dot_product_attention(pq, pk, pv, bias, dropout_p, scale=scale)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
 
@@ -231,10 +247,8 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     found, first, token = _collect(gradient, heads, columns, places, lengths, library), 0, 0
     for n in lengths:
         own, shape = slice(token, token + n), (heads, n, n)
-        with torch.enable_grad():
-            leaves = [x[:, own].float().requires_grad_() for x in tensors]
-            expected = _bias_by_torch(*leaves, places)
-        wanted = torch.autograd.grad(expected, leaves, fused.scores_of(gradient, shape, first, dtype).float())
+        expected = _bias_by_torch(*(x[:, own].float() for x in tensors), places)
+        wanted = _gradients_by_torch(fused.scores_of(gradient, shape, first, dtype).float(), columns, places)
         # In float32 sums of at most 37 numbers up to 1; in bfloat16 one rounding of those.
         close = dict(rtol=torch.finfo(dtype).eps, atol=1e-5)
         fits = torch.equal(fused.scores_of(bias, shape, first, dtype), expected)

@@ -17,6 +17,7 @@ from composer_speedups import (
     MixedPrecision,
     SDPAttention,
     Unpadding,
+    apply_last_layer_subset,
     apply_masked_token_head,
     apply_torch_compile,
     apply_unpadding,
@@ -27,7 +28,7 @@ from composer_speedups import (
 from composer_speedups.algorithms import unpadding
 from composer_speedups.errors import ConflictError
 from composer_speedups.joint_linear import joint_linear
-from composer_speedups.kernels import fused_attention
+from composer_speedups.kernels import disentangled, fused_attention
 from composer_speedups.kernels.disentangled import in_c
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over
@@ -129,6 +130,9 @@ DEBERTAS = {  # what models of that family differ in
     "position to content only": {"pos_att_type": ["p2c"], "share_att_key": False},
     "no buckets": {"position_buckets": -1, "norm_rel_ebd": "none"},
     "fewer distances than tokens": {"position_buckets": -1, "max_relative_positions": 6},
+    "more tokens than buckets are made for": {"position_buckets": 8, "max_relative_positions": 5},
+    "one bucket": {"position_buckets": 1},
+    "no product with distances": {"pos_att_type": None},
     "no distances": {"relative_attention": False, "position_biased_input": True, "type_vocab_size": 2},
     "positions and token types": {"position_biased_input": True, "type_vocab_size": 2, "embedding_size": 16},
 }
@@ -144,6 +148,55 @@ def test_equals_every_padded_deberta(changes: dict, kind: str) -> None:
     fast = copy.deepcopy(stock)
     assert apply_unpadding(fast) == 2
     compare(stock, fast, "ForTokenClassification", inputs)
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_rows_longer_than_a_deberta_has_positions(subset: bool) -> None:
+    """Distances are all that it knows of places, so that it has no longest row."""
+    stock = make("DebertaV2", max_position_embeddings=12)
+    fast = copy.deepcopy(stock)
+    assert apply_unpadding(fast) == 2 and (not subset or apply_last_layer_subset(fast) == 1)
+    compare(stock, fast, "ForSequenceClassification", batch("ForSequenceClassification"))
+
+
+def test_debertas_stack_is_called_whoever_listens() -> None:
+    model, seen = make("DebertaV2"), {}
+    apply_unpadding(model, multiple_of=1)
+    for name, module in model.deberta.named_modules():
+        module.register_forward_hook(lambda _, __, ___, name=name: seen.update({name: True}))
+    model(**batch("ForSequenceClassification"))
+    silent = {name for name, module in model.deberta.named_modules() if not isinstance(module, torch.nn.ModuleList)}
+    unasked = {f"encoder.layer.{n}.attention.self.dropout" for n in (0, 1)} | {"encoder.rel_embeddings"}
+    assert silent - set(seen) == unasked  # of the second the stock model, too, takes the weight alone
+
+
+def test_a_kernel_is_tried_within_a_checkpoint_without_leaving_anything_there(monkeypatch) -> None:
+    stock = make("DebertaV2", num_attention_heads=2).float().train()
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    fast.gradient_checkpointing_enable({"use_reentrant": False})
+    for owner in (disentangled.native, fused_attention.native):
+        owner.cache_clear()
+    inputs = batch("ForSequenceClassification")
+    for model in (stock, fast):
+        model(**inputs).loss.backward()
+    for p, q in zip(stock.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-4 * float(p.grad.abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+@pytest.mark.parametrize("subset", [False, True])
+def test_float16_has_room_for_scores_as_they_are_scaled(unpadded: bool, subset: bool) -> None:
+    stock = make("DebertaV2", share_att_key=False).float()
+    with torch.no_grad():
+        for layer in stock.deberta.encoder.layer:
+            for linear in (layer.attention.self.query_proj, layer.attention.self.key_proj):
+                linear.weight.zero_()
+                linear.bias.fill_(100.0)  # of width 8: products are 80,000
+    fast, inputs = copy.deepcopy(stock), batch("ForSequenceClassification")
+    _ = unpadded and apply_unpadding(fast), subset and apply_last_layer_subset(fast)
+    for model in (stock, fast):
+        assert model.half()(**inputs).logits.isfinite().all()
 
 
 def test_a_deberta_with_a_convolution_stays_padded() -> None:
@@ -322,6 +375,19 @@ def test_block_compile_without_breaks_or_endless_recompiles(multiple_of: int, gr
     torch._dynamo.reset()
 
 
+def test_debertas_blocks_compile_whole() -> None:
+    stock, head = make("DebertaV2"), "ForSequenceClassification"
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    apply_last_layer_subset(fast)
+    for layer in fast.deberta.encoder.layer:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for rows in (6, 5, 4):
+        inputs = {name: x[-rows:] for name, x in batch(head).items()}
+        torch.testing.assert_close(fast(**inputs).logits, stock(**inputs).logits, rtol=1e-10, atol=1e-10)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     "extra, text",
     [
@@ -393,7 +459,7 @@ def test_pickles_copies_and_keeps_names(tmp_path) -> None:
     torch.testing.assert_close(stock(**inputs).logits, model(**inputs).logits, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "ModernBert"])  # its positions have no end
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"ModernBert", "DebertaV2"}))  # their positions have no end
 def test_more_tokens_than_positions_is_an_error_on_the_host(family: str) -> None:
     """On a GPU an index that is too large would end the process's work there."""
     model, ids = make(family), torch.randint(5, 64, (2, 50))
@@ -405,10 +471,11 @@ def test_more_tokens_than_positions_is_an_error_on_the_host(family: str) -> None
 
 
 @pytest.mark.parametrize("part", ["encoder", "attention"])
-@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "DebertaV2"])
 def test_a_forward_of_ones_own_is_left_alone(family: str, part: str) -> None:
     stock, head = make(family, "ForTokenClassification"), "ForTokenClassification"
-    attention = {"Bert": "encoder.layer.1.attention.self", "DistilBert": "transformer.layer.1.attention"}
+    attention = dict.fromkeys(("Bert", "DebertaV2"), "encoder.layer.1.attention.self")
+    attention["DistilBert"] = "transformer.layer.1.attention"
     module = stock.base_model
     if part == "attention":
         module = module.get_submodule(attention.get(family, "layers.1.attn"))

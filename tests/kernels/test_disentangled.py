@@ -147,6 +147,13 @@ def test_gradients_of_what_was_made_by_one_product(by_c, dtype: torch.dtype) -> 
     assert torch.equal(found, torch.cat(expected, 1))
 
 
+def test_autocast_outside_changes_nothing(by_c) -> None:
+    given = tensors(torch.float32)
+    expected = gradients(by_c, given, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, gradients(by_c, given, torch.float32), expected))
+
+
 @pytest.mark.parametrize("frozen", range(5), ids=NAMES)
 def test_what_is_frozen_takes_nothing_from_the_others(by_c, frozen: int) -> None:
     *given, gradient = tensors(torch.float32)
@@ -193,6 +200,10 @@ def test_errors_name_what_is_wrong(by_c, monkeypatch: pytest.MonkeyPatch) -> Non
     given = tensors(torch.float32)[:5]
     with pytest.raises(ValueError, match="reach 100 tokens far, and a sequence has 130"):
         disentangled_attention(*given, places(100), Lengths.of(LENGTHS), 0.0, SCALE)
+    with pytest.raises(ValueError, match=r"pos_query must be \(24, 3, 32\), .*, not \(23, 3, 32\)"):
+        disentangled_attention(*given[:4], given[4][1:], places(), Lengths.of(LENGTHS), 0.0, SCALE)
+    with pytest.raises(ValueError, match="lengths sum to 186, and there are 187 tokens"):
+        by_c(*given, lengths=[*LENGTHS[:-1], 129])
     monkeypatch.setattr(module, "native", lambda: SimpleNamespace(spread_float32=lambda *_: 1))
     with pytest.raises(MemoryError, match="products with positions"):
         by_c(*given)
