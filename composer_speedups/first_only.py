@@ -26,8 +26,12 @@ _FILLED = 16  # numbers more in each head of DeBERTa's: a multiple of what kerne
 
 def first_of(family: str) -> type[FirstOnly]:
     """What is mixed into the last layer of a model of this `config.model_type`."""
-    others = {DEBERTA: _FirstOfDeberta, DISTILBERT: _FirstOfDistilBert, MODERNBERT: _FirstOfModernBert}
-    return next((kind for families, kind in others.items() if family in families), _FirstOfBert)
+    others = {
+        **dict.fromkeys(DEBERTA, _FirstOfDeberta),
+        **dict.fromkeys(DISTILBERT, _FirstOfDistilBert),
+        **dict.fromkeys(MODERNBERT, _FirstOfModernBert),
+    }
+    return others.get(family, _FirstOfBert)
 
 
 class FirstOnly:

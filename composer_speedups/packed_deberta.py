@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
-from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.disentangled import Places, disentangled_attention, in_c
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packed_bert import pack_masked_head
@@ -62,6 +61,8 @@ class _Encoder(PackedEncoder):
 
 
 class _Stack:
+    """Mixed into the module that runs the layers: given a `Packing` as mask, hidden states are [total, width]."""
+
     def forward(self, hidden_states: torch.Tensor, attention_mask, *args: Any, **kwargs: Any):
         if not isinstance(attention_mask, Packing):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
@@ -79,8 +80,7 @@ class _Attention(PackedAttention):
         packing = attention_mask
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        projected = joint_linear(self.projections(), hidden_states)
-        q, k, v = (x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
+        q, k, v = self.project(hidden_states)
         dropout, scale = self.dropout.p if self.training else 0.0, scale_of(self)
         if not _kinds(self):
             out = varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout, scale)

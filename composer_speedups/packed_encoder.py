@@ -84,10 +84,13 @@ class PackedAttention:
 
     def attend(self, hidden_states: torch.Tensor, packing: Packing) -> torch.Tensor:
         """[total, width] -> [total, width]: the heads' outputs, beside each other."""
-        projected = joint_linear(self.projections(), hidden_states)
-        q, k, v = (x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
         dropout = self.dropout.p if self.training else 0.0
-        return varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout).flatten(1)
+        return varlen_attention(*self.project(hidden_states), packing.lengths, packing.lengths, dropout).flatten(1)
+
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[total, width] -> queries, keys and values, [total, heads, width of a head] each."""
+        projected = joint_linear(self.projections(), hidden_states)
+        return tuple(x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
 
 
 @contextmanager

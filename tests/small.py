@@ -40,9 +40,9 @@ def config_of(family: str, **values: object):
         special = dict.fromkeys(("bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id"), 1)
         values = {"local_attention": 8, "global_attn_every_n_layers": 2} | special | values
     elif family == "DebertaV2":  # as v3, with buckets so small that far tokens share one
-        values = {"type_vocab_size": 0, "position_biased_input": False, "pooler_dropout": 0.0} | values
-        values = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "position_buckets": 4} | values
-        values = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]} | values
+        own = dict(type_vocab_size=0, position_biased_input=False, position_buckets=4, norm_rel_ebd="layer_norm")
+        own |= dict(relative_attention=True, pos_att_type=["p2c", "c2p"], share_att_key=True, pooler_dropout=0.0)
+        values = own | values
     return getattr(transformers, f"{family}Config")(**values)
 
 

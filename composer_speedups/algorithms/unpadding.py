@@ -66,6 +66,12 @@ from composer_speedups.surgery import stock_forward
 
 __all__ = ["Unpadding", "apply_unpadding"]
 
+_PACK = {  # by family; all others as BERT
+    **dict.fromkeys(DEBERTA, pack_deberta),
+    **dict.fromkeys(DISTILBERT, pack_distilbert),
+    **dict.fromkeys(MODERNBERT, pack_modernbert),
+}
+
 
 def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
     """Let every BERT-like encoder in `model` work on packed tokens, in place; return how many attention layers.
@@ -93,9 +99,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
         heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
         anywhere = has_head(owner, heads) and not reads_first(owner)
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
-        others = {DEBERTA: pack_deberta, DISTILBERT: pack_distilbert, MODERNBERT: pack_modernbert}
-        pack = next((pack for families, pack in others.items() if family in families), pack_bert)
-        count += pack(encoder, owner)
+        count += _PACK.get(family, pack_bert)(encoder, owner)
     return count
 
 
@@ -135,7 +139,9 @@ def _kernel(state: State) -> str:
     for module in state.model.modules():
         if isinstance(module, PackedAttention):
             weight = module.projections()[0].weight
-            dtype = low_precision_of(state) or weight.dtype
+            device = weight.device.type
+            around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+            dtype = low_precision_of(state) or around
             return module.kernel(torch.empty(1, 1, module.attention_head_size, device=weight.device, dtype=dtype))
     return "none"
 

@@ -31,7 +31,7 @@ from composer_speedups.kernels import fused_attention as fused
 from composer_speedups.kernels.fast_dropout import draw_keys
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import plain, shape_only
-from composer_speedups.kernels.varlen_attention import Lengths, padded_rows
+from composer_speedups.kernels.varlen_attention import Lengths, padded_rows, real_keys
 
 __all__ = ["Places", "disentangled_attention", "in_c"]
 
@@ -92,9 +92,9 @@ def disentangled_attention(
     """
     if places.reach < lengths.longest - 1:
         raise ValueError(f"places reach {places.reach} tokens far, and a sequence has {lengths.longest}")
+    wanted = (places.used[1] - places.used[0], *k.shape[1:])
     for name, position in (("pos_key", pos_key), ("pos_query", pos_query)):
-        if position is not None and position.shape != (places.used[1] - places.used[0], *k.shape[1:]):
-            wanted = (places.used[1] - places.used[0], *k.shape[1:])
+        if position is not None and position.shape != wanted:
             raise ValueError(f"{name} must be {wanted}, one for each of the places, not {tuple(position.shape)}")
     if pos_key is not None and pos_query is not None and in_c(q, k, v, pos_key, pos_query):
         seeds = draw_keys() if dropout_p else (0, 0)
@@ -159,8 +159,7 @@ class _Shape(ctypes.Structure):
 def _spread(of_query, of_key, places: Places, lengths: list[int], library: ctypes.CDLL | None = None) -> torch.Tensor:
     """From [heads, total, positions] of queries and of keys to a bias as `fused_attention.forward` takes it."""
     heads, columns, dtype = of_query.shape[0], of_query.shape[2], of_query.dtype
-    scores = heads * sum(n * fused.filled(dtype, n) for n in lengths)
-    bias = torch.empty(scores, dtype=torch.float32, device=of_query.device)
+    bias = of_query.new_empty(fused.scores(dtype, heads, lengths, lengths), dtype=torch.float32)
     if not shape_only(of_query):
         of_query, of_key = of_query.contiguous(), of_key.contiguous()
         call = getattr(library or native(), f"spread_{_NAMES[dtype]}")
@@ -212,16 +211,12 @@ def _padded(
 ) -> torch.Tensor:
     """By PyTorch's operations over padded sequences."""
     (pq, at), (pk, _), (pv, _) = (padded_rows(x, lengths) for x in (q, k, v))
-    longest = lengths.longest
     of_query, of_key = (
         None if position is None else x @ position.permute(1, 2, 0) for x, position in ((pq, pos_key), (pk, pos_query))
     )
-    real = torch.arange(longest, device=q.device) < lengths.cumulative.diff()[:, None]
-    # A sequence without tokens has no real key; letting it see its zeros keeps NaN out of the gradients.
-    hidden = ~(real | (lengths.cumulative.diff()[:, None] == 0))[:, None, None]
     # Scaled one by one, as the model does it: float16 has no room for their sum.
     scaled = (None if x is None else x * scale for x in (of_query, of_key))
-    bias = _bias_by_torch(*scaled, places).to(q.dtype).masked_fill(hidden, -torch.inf)
+    bias = _bias_by_torch(*scaled, places).to(q.dtype).masked_fill(~real_keys(lengths), -torch.inf)
     out = F.scaled_dot_product_attention(pq, pk, pv, bias, dropout_p, scale=scale)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
 

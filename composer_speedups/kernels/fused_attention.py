@@ -25,7 +25,7 @@ from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import empty_beside, plain, shape_only
 
-__all__ = ["FILES", "backward", "band", "filled", "forward", "native", "serves", "usable"]
+__all__ = ["FILES", "backward", "band", "filled", "forward", "native", "scores", "scores_of", "serves", "usable"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -111,12 +111,12 @@ def forward(
     out, saved = None, ()
     if output:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    scores = _scores(q, queries, keys)
-    if bias is not None and (window >= 0 or bias.shape != (scores,) or bias.dtype != torch.float32):
-        raise ValueError(f"a bias must be ({scores},) in float32, without a window, not {tuple(bias.shape)}")
+    total = scores(q.dtype, q.shape[1], queries, keys)
+    if bias is not None and (window >= 0 or bias.shape != (total,) or bias.dtype != torch.float32):
+        raise ValueError(f"a bias must be ({total},) in float32, without a window, not {tuple(bias.shape)}")
     if differentiable:
         rows = q.shape[1] * sum(queries) if q.dtype == torch.bfloat16 else 0
-        saved = (q, k, v, q.new_empty(scores), q.new_empty(rows, dtype=torch.float32))
+        saved = (q, k, v, q.new_empty(total), q.new_empty(rows, dtype=torch.float32))
     if shape_only(q):
         return out, saved
     if output:
@@ -153,7 +153,7 @@ def backward(
     call, alive = _call(q, k, v, queries, keys, dropout_p, scale, window)
     gradients = empty_beside(q, k, v) if together else tuple(x.new_empty(x.shape) for x in (q, k, v))
     if of_bias:
-        gradients = (*gradients, q.new_empty(_scores(q, queries, keys)))
+        gradients = (*gradients, q.new_empty(scores(q.dtype, q.shape[1], queries, keys)))
     if shape_only(q):
         return gradients
     if gradient.shape != q.shape or gradient.dtype != q.dtype:
@@ -206,9 +206,9 @@ def scores_of(x: torch.Tensor, shape: tuple[int, int, int], first: int, dtype: t
     return x[first : first + math.prod(rows)].view(rows)[..., :keys]
 
 
-def _scores(q: torch.Tensor, queries: list[int], keys: list[int]) -> int:
-    """How many scores are kept of all sequences."""
-    return q.shape[1] * sum(n * filled(q.dtype, m) for n, m in zip(queries, keys, strict=True))
+def scores(dtype: torch.dtype, heads: int, queries: list[int], keys: list[int]) -> int:
+    """How many scores are kept of all sequences: as `scores_of` finds them."""
+    return heads * sum(n * filled(dtype, m) for n, m in zip(queries, keys, strict=True))
 
 
 def _place(call: _Call, name: str, short: str, x: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int, biased: bool)
         ((torch.arange(n * heads * width, device="cpu") * (0.7 + i)).sin() * 1.5).view(n, heads, width).to(dtype)
         for i, n in enumerate(sizes)
     )
-    total = _scores(q, queries, keys)
+    total = scores(dtype, heads, queries, keys)
     bias = (torch.arange(total, device="cpu", dtype=torch.float32) * 0.3).sin() * 4 if biased else None
     out, saved = forward(q, k, v, queries, keys, seeds, p, scale, window=window, library=library, bias=bias)
     gradients = backward(g, saved, queries, keys, p, scale, window, library, of_bias=biased)

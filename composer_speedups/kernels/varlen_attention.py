@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from composer_speedups.kernels.fused_attention import band
 from composer_speedups.kernels.per_sequence import per_sequence
 
-__all__ = ["Lengths", "attention_kernel", "padded_rows", "varlen_attention"]
+__all__ = ["Lengths", "attention_kernel", "padded_rows", "real_keys", "varlen_attention"]
 
 
 class Lengths(NamedTuple):
@@ -147,12 +147,22 @@ def padded_rows(x: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, torch.
     return padded.unflatten(0, (rows, lengths.longest)).transpose(1, 2), at
 
 
+def real_keys(keys: Lengths) -> torch.Tensor:
+    """[sequences, 1, 1, longest] bool: which keys of `padded_rows` are none of the padding.
+
+    A sequence without tokens has no real key; letting it see its zeros keeps NaN out of the gradients.
+
+    >>> real_keys(Lengths.of([1, 0, 2])).int().flatten(1).tolist()
+    [[1, 0], [1, 1], [1, 1]]
+    """
+    sizes = keys.cumulative.diff()[:, None]
+    return ((torch.arange(keys.longest, device=sizes.device) < sizes) | (sizes == 0))[:, None, None]
+
+
 def _padded(q, k, v, queries: Lengths, keys: Lengths, dropout_p: float, scale: float, window: int) -> torch.Tensor:
     """By `scaled_dot_product_attention` over padded sequences."""
     (pq, at), (pk, _), (pv, _) = padded_rows(q, queries), padded_rows(k, keys), padded_rows(v, keys)
-    real = torch.arange(keys.longest, device=q.device) < keys.cumulative.diff()[:, None]
-    # A sequence without tokens has no real key; letting it see its zeros keeps NaN out of the gradients.
-    real = (real | (keys.cumulative.diff()[:, None] == 0))[:, None, None]
+    real = real_keys(keys)
     if window >= 0:  # each sees itself: a padded query without any key would be NaN
         near = band(keys.longest, window, q.device)
         real = (real & near) | torch.eye(keys.longest, dtype=torch.bool, device=q.device)

@@ -572,21 +572,24 @@ class TestTrainer:
         assert algorithm.evidence["counted_on_host"]
         assert len(counted) == 8 and all(counted), "a count was made anew"
 
+    @pytest.mark.parametrize("around", [False, True])
     @pytest.mark.parametrize("family", ["Bert", "DebertaV2"])
-    def test_tells_the_kernel_of_the_precision_that_runs(self, make_trainer, family: str, monkeypatch) -> None:
+    def test_tells_the_kernel_of_the_precision_that_runs(self, make_trainer, family: str, around: bool, monkeypatch):
         model, queries = make(family, num_attention_heads=2).float(), []
         serves = fused_attention.serves
         monkeypatch.setattr(fused_attention, "serves", lambda q, k, v: queries.append(q) or serves(q, k, v))
         columns = batch("ForSequenceClassification")
         samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         rows = torch.utils.data.DataLoader(samples, batch_size=3)
-        algorithms = [MixedPrecision("bf16"), Unpadding()]
+        algorithms = [*([] if around else [MixedPrecision("bf16")]), Unpadding()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        make_trainer(algorithms, model=HuggingFaceModel(model), optimizer=optimizer, train_dataloader=rows).fit()
+        trainer = make_trainer(algorithms, model=HuggingFaceModel(model), optimizer=optimizer, train_dataloader=rows)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):  # a user's own
+            trainer.fit()
         asked, *real = queries
         assert {q.dtype for q in real} == {asked.dtype} == {torch.bfloat16}
         own = family == "Bert" or in_c(*real[:1] * 3)
-        assert algorithms[1].evidence["kernel"] == (f"per sequence: {served_by(real[0])}" if own else "padded sdpa")
+        assert algorithms[-1].evidence["kernel"] == (f"per sequence: {served_by(real[0])}" if own else "padded sdpa")
 
     def test_others_may_change_the_batch(self, make_trainer) -> None:
         """Composer's algorithms that cut batches, and transforms that mask tokens, come before the count."""
