@@ -8,6 +8,7 @@ the same samples. Peers have SDPA attention, which is what a user gets. Stock Co
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,25 @@ ENTRIES = {
 
 
 def measure(
-    folder: Path, repetitions: int, batches: int, deadline: float | None = None, only: tuple[str, ...] = ()
+    folder: Path,
+    repetitions: int,
+    batches: int,
+    deadline: float | None = None,
+    only: tuple[str, ...] = (),
+    changes: tuple[str, ...] = (),
 ) -> None:
+    """`only`: names of entries, or parts of names; `changes`: `KEY=VALUE`, in the recipe of every entry."""
     section = suite_section()
     entries = ENTRIES[section]
     parts = [part for part in only if part not in entries]  # a whole name is that entry's alone
     chosen = {n: entry for n, entry in entries.items() if not only or n in only or any(part in n for part in parts)}
     if not chosen:
         raise SystemExit(f"error: --only {' '.join(only)}: no such entry. There are: {', '.join(entries)}")
+    chosen = {name: replace(entry, overrides=(*entry.overrides, *changes)) for name, entry in chosen.items()}
     precision = "fp32" if section == "cpu_without_bf16" else "bf16"
-    begin(folder, "peers", batches=batches, precision=precision, peak=matmul_peak(hardware(), precision))
+    begin(
+        folder, "peers", batches=batches, precision=precision, peak=matmul_peak(hardware(), precision), changes=changes
+    )
     interleaved(chosen, folder, repetitions=repetitions, batches=batches, deadline=deadline)
 
 
@@ -134,6 +144,8 @@ def table(folder: Path) -> str:
         f"{precision} matmul peak measured here, {peak / 1e12:.3g} TFLOP/s. Memory: the peak of the process or of the "
         "GPU's allocator."
     )
+    if changes := found.conditions.get("changes"):
+        heading += f" Every recipe with {', '.join(changes)}."
     head = (
         "",
         "samples/s",

@@ -3,6 +3,7 @@
     python -m benchmarks.run                      # against the peers
     python -m benchmarks.run growth compiling     # these parts
     python -m benchmarks.run peers --repetitions 5 --batches 8 --out my_results
+    python -m benchmarks.run peers --only best fastest --set batch_size=16 model.config.hidden_size=768
 
     peers      against the Hugging Face Trainer, stock Composer and a bare loop: some 20 minutes on two cores
     limits     each kernel and optimizer against the measured matmul peak and bandwidth
@@ -41,19 +42,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, help="runs of each entry (default: the part's, 5)")
     parser.add_argument("--batches", type=int, help="that count (default: the part's, 2 to 8)")
     parser.add_argument("--only", nargs="*", default=(), help="peers: parts of the names of the entries to measure")
+    parser.add_argument(
+        "--set", nargs="*", default=(), metavar="KEY=VALUE", help="peers: changes to the recipe of every entry"
+    )
     parser.add_argument("--out", type=Path, help="folder of the results, for one part")
     options = parser.parse_args(arguments)
     parts = options.parts or ["peers"]
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"{unknown[0]}: no such part. There are: {', '.join(PARTS)}")
+    if parts != ["peers"] and (options.only or options.set):
+        parser.error("--only and --set are for peers alone")
     if options.out and len(parts) > 1:
         parser.error("--out is for one part")
     if min(options.repetitions or 1, options.batches or 1) < 1:
         parser.error("--repetitions and --batches must be positive")
     for name in parts:
         part, repetitions, batches = PARTS[name]
-        more = {"only": tuple(options.only)} if name == "peers" else {}
+        more = {"only": tuple(options.only), "changes": tuple(options.set)} if name == "peers" else {}
         run(part, new_folder(name, options.out), options.repetitions or repetitions, options.batches or batches, **more)
     return 0
 
