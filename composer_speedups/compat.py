@@ -21,6 +21,7 @@ from composer_speedups.surgery import mix_in
 
 __all__ = [
     "INDUCTOR_PRECOMPILES",
+    "MPNET_BEFORE_BIAS",
     "CompileCounters",
     "Float32Precision",
     "announce_sdpa",
@@ -275,6 +276,10 @@ def compile_counters() -> CompileCounters:
 
 
 # --- encoder layers -----------------------------------------------------------------------------------
+
+
+# What an MPNet layer takes between its mask and what is added to scores: in 4.53 masks of heads.
+MPNET_BEFORE_BIAS = (None,) if _TRANSFORMERS < 5 else ()
 
 
 def layer_result(hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:

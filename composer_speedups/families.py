@@ -16,6 +16,7 @@ __all__ = [
     "DISTILBERT",
     "MASKED",
     "MODERNBERT",
+    "MPNET",
     "READ_ANYWHERE",
     "READ_FIRST",
     "UNPADDABLE",
@@ -33,8 +34,9 @@ DISTILBERT = ("distilbert",)  # the same mathematics in modules of other names
 MODERNBERT = (
     "modernbert",
 )  # its encoder runs the layers itself; rotary positions, windows, norms before what they feed
+MPNET = ("mpnet",)  # BERT's modules; scores have a number for the distance, which its encoder brings
 DEBERTA = ("deberta-v2",)  # and v3; scores have products with relative positions, which its encoder brings
-UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *DEBERTA)
+UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *MPNET, *DEBERTA)
 
 MASKED = ("ForMaskedLM",)
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -74,7 +76,7 @@ def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
     Linear(in_features=8, out_features=8, bias=True)
     """
     block = getattr(layer, "attention", None) or getattr(layer, "attn", None)
-    return getattr(block, "self", block)
+    return getattr(block, "self", getattr(block, "attn", block))
 
 
 def positions(config: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from composer_speedups.compat import layer_result
-from composer_speedups.families import DEBERTA, DISTILBERT, MODERNBERT
+from composer_speedups.families import DEBERTA, DISTILBERT, MODERNBERT, MPNET
 from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packed_deberta import of_distances, scale_of
@@ -21,7 +21,7 @@ __all__ = ["FirstOnly", "first_of"]
 
 # What a layer may be given besides, and then is computed whole.
 _EXTRAS = ("head_mask", "encoder_hidden_states", "past_key_value", "query_states", "output_attentions")
-_FILLED = 16  # numbers more in each head of DeBERTa's: a multiple of what kernels want
+_FILLED = 16  # numbers more in each head, of which one is needed: a multiple of what kernels want
 
 
 def first_of(family: str) -> type[FirstOnly]:
@@ -30,6 +30,7 @@ def first_of(family: str) -> type[FirstOnly]:
         **dict.fromkeys(DEBERTA, _FirstOfDeberta),
         **dict.fromkeys(DISTILBERT, _FirstOfDistilBert),
         **dict.fromkeys(MODERNBERT, _FirstOfModernBert),
+        **dict.fromkeys(MPNET, _FirstOfMPNet),
     }
     return others.get(family, _FirstOfBert)
 
@@ -117,11 +118,9 @@ class _FirstOfDeberta(_FirstOfBert):
             pos_key, pos_query = of_distances(attention, self.distances(mask, given))
             more = torch.zeros_like(k[..., :1])
             if pos_query is not None:
-                more = (k * self.spread(pos_query, mask, len(k))).sum(-1, keepdim=True)
-            k = k if pos_key is None else k + self.spread(pos_key, mask, len(k))
-            # Filled up, as kernels want their widths.
-            k, v = F.pad(torch.cat((k, more.to(k.dtype)), -1), (0, _FILLED - 1)), F.pad(v, (0, _FILLED))
-            q = F.pad(torch.cat((q, torch.ones_like(q[..., :1])), -1), (0, _FILLED - 1))
+                more = (k * _of_keys(pos_query, mask, len(k))).sum(-1, keepdim=True)
+            k = k if pos_key is None else k + _of_keys(pos_key, mask, len(k))
+            q, k, v = _with_one_more(q, k, v, more)
         dropout, scale = attention.dropout.p if attention.training else 0.0, scale_of(attention)
         # float16 has no room for three products before they are scaled; by a power of two nothing is rounded.
         first_part = 2.0 ** math.floor(math.log2(scale))
@@ -148,14 +147,6 @@ class _FirstOfDeberta(_FirstOfBert):
             span = attention.pos_ebd_size
             rows = (places[..., 0, :].flatten() + span).clamp(0, 2 * span - 1)
         return attention.pos_dropout(embeddings)[rows]
-
-    @staticmethod
-    def spread(positions: torch.Tensor, mask: Any, tokens: int) -> torch.Tensor:
-        """[length, ...] -> for each key its own: as it is, or [tokens, ...]."""
-        if not isinstance(mask, Packing):
-            return positions
-        token, ends = torch.arange(tokens, device=positions.device), mask.lengths.cumulative
-        return positions[token - ends[torch.bucketize(token, ends[1:], right=True)]]
 
 
 class _FirstOfDistilBert(FirstOnly):
@@ -199,6 +190,61 @@ class _FirstOfModernBert(FirstOnly):
         context = _attend(q, k, v, mask, attention.attention_dropout if attention.training else 0.0)
         attended = first + attention.out_drop(attention.Wo(context))
         return attended + self.mlp(self.mlp_norm(attended))
+
+
+class _FirstOfMPNet(FirstOnly):
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
+        # What is added to scores comes last, behind masks of heads where the model has those.
+        if args:
+            kwargs["position_bias"], kwargs["head_mask"] = args[-1], args[0] if len(args) > 1 else None
+        return super().forward(hidden_states, attention_mask, **kwargs)
+
+    @staticmethod
+    def result(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
+        return (hidden_states,)  # in every version of transformers
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return self.attention, self.attention.attn, self.attention.attn.dropout
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        """Packed, what is added to the scores of one query a row is a number more that each key has."""
+        attention, bias = self.attention.attn, given["position_bias"]
+        projected = attention.q(first), *joint_linear((attention.k, attention.v), hidden_states)
+        q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in projected)
+        width, dropout = q.shape[-1], attention.dropout.p if attention.training else 0.0
+        scale = width**-0.5
+        if isinstance(mask, Packing):
+            back = torch.arange(mask.lengths.longest, device=hidden_states.device)
+            more = bias[:, mask.places.rows[mask.places.reach - back]].t() / scale
+            q, k, v = _with_one_more(q, k, v, _of_keys(more, mask, len(k))[..., None])
+            context = _attend(q, k, v, mask, dropout, scale).unflatten(-1, (-1, v.shape[-1]))[..., :width].flatten(-2)
+        else:
+            added = bias[:, :, :1].to(q.dtype)
+            if mask is not None:
+                mask = mask[:, :, :1]
+                least = torch.finfo(q.dtype).min
+                added = added.masked_fill(~mask, least) if mask.dtype == torch.bool else added + mask
+            context = _attend(q, k, v, added, dropout, scale)
+        attended = self.attention.LayerNorm(self.attention.dropout(attention.o(context)) + first)
+        return self.output(self.intermediate(attended), attended)
+
+
+def _of_keys(positions: torch.Tensor, mask: Any, tokens: int) -> torch.Tensor:
+    """[length, ...], of places in a row -> for each key its own: as it is, or packed, [tokens, ...]."""
+    if not isinstance(mask, Packing):
+        return positions
+    token, ends = torch.arange(tokens, device=positions.device), mask.lengths.cumulative
+    return positions[token - ends[torch.bucketize(token, ends[1:], right=True)]]
+
+
+def _with_one_more(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, more: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each head wider, so that `more` [..., 1] is added to the product of any query with the key that it is of."""
+    k, v = F.pad(torch.cat((k, more.to(k.dtype)), -1), (0, _FILLED - 1)), F.pad(v, (0, _FILLED))
+    return F.pad(torch.cat((q, torch.ones_like(q[..., :1])), -1), (0, _FILLED - 1)), k, v
 
 
 def _context(

@@ -11,7 +11,7 @@ from composer_speedups.packed_encoder import PACKED, PackedAttention, PackedEnco
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["pack_bert", "pack_masked_head"]
+__all__ = ["PackedBert", "pack_bert", "pack_masked_head"]
 
 
 def pack_bert(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
@@ -30,13 +30,17 @@ def pack_masked_head(encoder: torch.nn.Module, owner: torch.nn.Module | None) ->
             mix_in(_MaskedHead, head)
 
 
-class _Encoder(PackedEncoder):
-    def forward(
-        self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, *args: Any, **kwargs: Any
+class PackedBert(PackedEncoder):
+    """What an encoder of BERT's modules does with a batch that can be packed."""
+
+    def packed(
+        self,
+        packing: Packing,
+        input_ids: torch.Tensor,
+        token_type_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        kwargs: dict[str, Any],
     ):
-        packing = self.packing_of(input_ids, attention_mask, args, kwargs)
-        if packing is None:
-            return super().forward(input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs)
         ids = packing.pack(input_ids)[None]
         types = torch.zeros_like(ids) if token_type_ids is None else packing.pack(token_type_ids)[None]
         positions = self.positions_of(input_ids) if position_ids is None else position_ids
@@ -60,6 +64,16 @@ class _Encoder(PackedEncoder):
             return self.embeddings.position_ids[:, : input_ids.shape[1]]
         real = (input_ids != padding).long()
         return real.cumsum(1) * real + padding
+
+
+class _Encoder(PackedBert):
+    def forward(
+        self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, *args: Any, **kwargs: Any
+    ):
+        packing = self.packing_of(input_ids, attention_mask, args, kwargs)
+        if packing is None:
+            return super().forward(input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs)
+        return self.packed(packing, input_ids, token_type_ids, position_ids, kwargs)
 
 
 class _Attention(PackedAttention):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from composer_speedups.kernels.disentangled import Places
 from composer_speedups.kernels.varlen_attention import Lengths
 
 __all__ = ["COUNTS", "Holed", "Packing", "count_on_host", "count_tokens", "counts_of", "hand_over", "tie_counts"]
@@ -34,6 +35,7 @@ class Packing(NamedTuple):
         rows: of the padded batch.
         length: of the padded rows.
         real: how many of the packed tokens are real: the first.
+        places: of distances within a sequence, for layers that add something for them to scores and know no others.
     """
 
     indices: torch.Tensor | None
@@ -41,6 +43,7 @@ class Packing(NamedTuple):
     rows: int
     length: int
     real: int
+    places: Places | None = None
 
     @classmethod
     def of(cls, mask: torch.Tensor, counts: list[int], multiple_of: int = 1) -> Packing:

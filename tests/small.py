@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 
@@ -44,6 +45,18 @@ def config_of(family: str, **values: object):
         own |= dict(relative_attention=True, pos_att_type=["p2c", "c2p"], share_att_key=True, pooler_dropout=0.0)
         values = own | values
     return getattr(transformers, f"{family}Config")(**values)
+
+
+def checkpoint_blocks(model: torch.nn.Module, reentrant: bool) -> None:
+    """Let `model` compute its blocks again in backward: as transformers does it, or as ours where that does not."""
+    from composer_speedups import apply_gradient_checkpointing
+
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    elif reentrant:
+        pytest.skip("transformers has no gradient checkpointing for this family, and ours is not reentrant")
+    else:
+        assert apply_gradient_checkpointing(model) > 0
 
 
 class Doubled:

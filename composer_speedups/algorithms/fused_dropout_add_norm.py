@@ -18,13 +18,13 @@ On CUDA by arithmetic, in eager mode: 8 passes over the activations instead of 1
 not measured yet. Under `TorchCompile` Inductor fuses the forward pass as well, and launches these kernels itself on
 CUDA; what is saved there are the stored mask and the second pass for the gradients of weight and biases.
 
-**Needs.** Blocks that compute what BertSelfOutput and BertOutput do: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA, MPNet,
-DeBERTa-v2 and others, known by their code and not by their names; and DistilBERT's, which drop nothing behind the
-attention (its projection adds its bias itself). On CUDA the package triton and a width up to 8192; on the CPU a C
-compiler for speed: without one PyTorch's operations compute the same masks. Other devices are refused; tensor
-subclasses, hooks on a block's norm or dropout, and `torch.func` take the block's own code; a linear layer that somebody
-hooks or has replaced adds its bias itself. It takes the norms and dropouts of the blocks; `LowPrecisionNorm`,
-`FusedLayerNorm` and `FastDropout` take the others.
+**Needs.** Blocks that compute what BertSelfOutput and BertOutput do: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA,
+DeBERTa-v2 and others, known by their code and not by their names; MPNet's, and DistilBERT's, which drop nothing behind
+the attention (in both the projection behind it adds its bias itself). On CUDA the package triton and a width up to
+8192; on the CPU a C compiler for speed: without one PyTorch's operations compute the same masks. Other devices are
+refused; tensor subclasses, hooks on a block's norm or dropout, and `torch.func` take the block's own code; a linear
+layer that somebody hooks or has replaced adds its bias itself. It takes the norms and dropouts of the blocks;
+`LowPrecisionNorm`, `FusedLayerNorm` and `FastDropout` take the others.
 
 Source: dropout + add + LayerNorm of MosaicML's and NVIDIA's MLPerf BERT; the masks are counter-based, see FastDropout.
 """
@@ -41,7 +41,7 @@ from composer.loggers import Logger
 from composer_speedups.compat import distilbert_attention, layer_result
 from composer_speedups.compilation import missing_kernel
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.families import DISTILBERT, layers_of, stack_of
+from composer_speedups.families import DISTILBERT, MPNET, layers_of, stack_of
 from composer_speedups.joint_linear import only_linear
 from composer_speedups.kernels import dropout_add_norm as kernel
 from composer_speedups.kernels.tensors import plain
@@ -70,6 +70,8 @@ def apply_fused_dropout_add_norm(model: torch.nn.Module) -> int:
     ends = {m: (_FusedEnd, (m.LayerNorm,), m.dropout) for m in model.modules() if _fits(m)}
     for layer in (layer for m in model.modules() for layer in _layers_of_distilbert(m)):
         ends[layer] = (_FusedLayer, (layer.sa_layer_norm, layer.output_layer_norm), layer.ffn.dropout)
+    for attention in (attention for m in model.modules() for attention in _attentions_of_mpnet(m)):
+        ends[attention] = (_FusedAttention, (attention.LayerNorm,), attention.dropout)
     for device in {norm.weight.device for _, norms, _ in ends.values() for norm in norms}:
         if (reason := missing_kernel(device)) is not None:
             raise SpeedUpUnavailable(f"apply_fused_dropout_add_norm cannot be used here: {reason}")
@@ -99,7 +101,7 @@ class FusedDropoutAddNorm(SpeedUp):
     def install(self, state: State, logger: Logger) -> None:
         count = apply_fused_dropout_add_norm(state.model)
         by = "Triton" if state.device._device.type == "cuda" else "C" if kernel.native() is not None else "PyTorch"
-        nothing = "no block in the model ends in dense, dropout, LayerNorm(x + residual) as BERT's or DistilBERT's do"
+        nothing = "no block in the model ends in dropout, LayerNorm(x + residual) as BERT's, DistilBERT's or MPNet's do"
         self.report(logger, count, nothing, kernel=by)
 
 
@@ -132,6 +134,17 @@ def _layers_of_distilbert(module: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
+def _attentions_of_mpnet(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Of an MPNet encoder what is around each attention, and ends as BERT's does in code of its own; else none."""
+    stack = stack_of(module)
+    if stack is None or module.config.model_type not in MPNET:
+        return []
+    around = [layer.attention for layer in layers_of(stack)]
+    return [
+        m for m in around if not isinstance(m, _FusedAttention) and stock_forward(m) and _known(m.dropout, m.LayerNorm)
+    ]
+
+
 def _known(dropout: torch.nn.Module | None, *norms: torch.nn.Module | None) -> bool:
     """Whether it is a dropout and they are norms of a row, of classes whose meaning is known."""
     if not isinstance(dropout, torch.nn.Dropout) or not all(isinstance(norm, torch.nn.LayerNorm) for norm in norms):
@@ -156,6 +169,17 @@ class _FusedEnd:
         if hooked(norm) or hooked(dropout) or not (plain(hidden_states) and plain(input_tensor)):
             return super().forward(hidden_states, input_tensor)
         return _end(*_product(self.dense, hidden_states), input_tensor, norm, dropout)
+
+
+class _FusedAttention:
+    """Mixed into `MPNetAttention`, whose projection is within its attention, and adds its bias there."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
+        norm, dropout = self.LayerNorm, self.dropout
+        if hooked(norm) or hooked(dropout) or not plain(hidden_states):
+            return super().forward(hidden_states, *args, **kwargs)
+        attended, *weights = self.attn(hidden_states, *args, **kwargs)
+        return (_end(attended, None, hidden_states, norm, dropout), *weights)
 
 
 class _FusedLayer:

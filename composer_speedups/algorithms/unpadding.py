@@ -18,17 +18,17 @@ completely and needs no knowledge of the model; with both the results are right,
 `TorchCompile` use `scope="block"`: the number of tokens is dynamic, so only the first few batches compile.
 
 **Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions; ModernBERT,
-which transformers 4.53 unpads itself where flash-attn is installed; or DeBERTa-v2 and -v3 without a convolution. It
-*is* the attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
+which transformers 4.53 unpads itself where flash-attn is installed; MPNet; or DeBERTa-v2 and -v3 without a convolution.
+It *is* the attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
 attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. On CPUs it is
-C, by AMX, AVX512-BF16, AVX-512 or AVX2 as there are, and else PyTorch's products; a run's table tells which. DeBERTa's
-products with distances are C there, too (`kernels/disentangled.py`); on CUDA, and where it is compiled, its attention
-alone is padded again. Masks may have holes (not ModernBERT's and DeBERTa's, which count what lies between two tokens)
-or be on the left; only where a head reads the first position, and that is padding, the whole batch takes the stock
-forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks, `inputs_embeds` or masks that
-are not [rows, length], with a warning once for each reason. Question answering takes its softmax over padding, too, in
-transformers: there the logits are the head's bias. In a Trainer's `fit` and `eval` tokens are counted before the batch
-leaves the host; elsewhere, on CUDA, counting waits.
+C, by AMX, AVX512-BF16, AVX-512 or AVX2 as there are, and else PyTorch's products; a run's table tells which. What MPNet
+and DeBERTa add to scores for distances is C there, too (`kernels/distance_bias.py`, `kernels/disentangled.py`); on
+CUDA, and where they are compiled, their attention alone is padded again. Masks may have holes (not ModernBERT's,
+MPNet's and DeBERTa's, which count what lies between two tokens) or be on the left; only where a head reads the first
+position, and that is padding, the whole batch takes the stock forward pass. So do batches with `output_attentions`,
+`output_hidden_states`, head masks, `inputs_embeds` or masks that are not [rows, length], with a warning once for each
+reason. Question answering takes its softmax over padding, too, in transformers: there the logits are the head's bias.
+In a Trainer's `fit` and `eval` tokens are counted before the batch leaves the host; elsewhere, on CUDA, counting waits.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
 """
@@ -45,6 +45,7 @@ from composer_speedups.families import (
     DEBERTA,
     DISTILBERT,
     MODERNBERT,
+    MPNET,
     READ_ANYWHERE,
     READ_FIRST,
     UNPADDABLE,
@@ -60,6 +61,7 @@ from composer_speedups.packed_deberta import pack_deberta
 from composer_speedups.packed_distilbert import pack_distilbert
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder
 from composer_speedups.packed_modernbert import pack_modernbert, unpads_itself
+from composer_speedups.packed_mpnet import pack_mpnet
 from composer_speedups.packing import count_on_host, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import stock_forward
@@ -70,6 +72,7 @@ _PACK = {  # by family; all others as BERT
     **dict.fromkeys(DEBERTA, pack_deberta),
     **dict.fromkeys(DISTILBERT, pack_distilbert),
     **dict.fromkeys(MODERNBERT, pack_modernbert),
+    **dict.fromkeys(MPNET, pack_mpnet),
 }
 
 

@@ -4,7 +4,8 @@
    [heads, tokens, columns]. A query i and a key j of one sequence are place[i - j] apart, which is a column; `place`
    points to distance 0. What becomes of them is added to scores: for each sequence [heads, queries, keys filled up to a
    multiple of `fill`], as fused_attention.h has its bias; what fills up is neither written nor read. Sums are float32,
-   in an order that depends on lengths alone. disentangled.py has the same in PyTorch operations. */
+   in an order that depends on lengths alone. `of_key` may be null: then there are none of keys. disentangled.py has the
+   same in PyTorch operations. */
 #include <stdlib.h>
 
 #include "native.h"
@@ -44,7 +45,7 @@ static Start *starts(const Shape *s, int64_t *scores) {
       const TYPE *query = of_query + i * s->columns;                                                             \
       for (int64_t j = 0; j < n; j++) bias[i * wide + j] = widen_##TYPE(query[place[-j]]);                       \
     }                                                                                                            \
-    for (int64_t from = 0; from < n; from += BLOCK) {                                                            \
+    for (int64_t from = 0; of_key && from < n; from += BLOCK) {                                                  \
       const int64_t rows = n - from < BLOCK ? n - from : BLOCK;                                                  \
       for (int64_t i = 0; i < n; i++) {                                                                          \
         const int32_t *place = s->place + i - from;                                                              \
@@ -66,7 +67,7 @@ static Start *starts(const Shape *s, int64_t *scores) {
       for (int64_t j = 0; j < n; j++) sums[place[-j]] += widen_##TYPE(bias[i * wide + j]);                       \
       for (int64_t c = 0; c < columns; c++) of_query[i * columns + c] = narrow_##TYPE(sums[c]);                  \
     }                                                                                                            \
-    for (int64_t from = 0; from < n; from += BLOCK) {                                                            \
+    for (int64_t from = 0; of_key && from < n; from += BLOCK) {                                                  \
       const int64_t rows = n - from < BLOCK ? n - from : BLOCK;                                                  \
       memset(sums, 0, (size_t)(rows * columns) * sizeof *sums);                                                  \
       for (int64_t i = 0; i < n; i++) {                                                                          \
@@ -91,7 +92,8 @@ static Start *starts(const Shape *s, int64_t *scores) {
         const int64_t i = task / s->heads, head = task % s->heads, n = s->lengths[i], wide = filled(s, n);       \
         if (!start || !sums) continue;                                                                           \
         const int64_t row = (head * s->tokens + start[i].token) * s->columns;                                    \
-        HEAD(s, n, wide, of_query + row, of_key + row, bias + start[i].first + head * n * wide __VA_ARGS__);     \
+        GIVEN *keys = of_key ? of_key + row : NULL;                                                              \
+        HEAD(s, n, wide, of_query + row, keys, bias + start[i].first + head * n * wide __VA_ARGS__);             \
       }                                                                                                          \
       free(sums);                                                                                                \
     }                                                                                                            \

@@ -33,7 +33,7 @@ from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import plain, shape_only
 from composer_speedups.kernels.varlen_attention import Lengths, padded_rows, real_keys
 
-__all__ = ["Places", "disentangled_attention", "in_c"]
+__all__ = ["Places", "collect", "disentangled_attention", "in_c", "native", "spread"]
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Keys = tuple[int, int]
@@ -120,7 +120,7 @@ class _Disentangled(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):  # products have the type of their factors
             of_query = torch.bmm(q.transpose(0, 1), pos_key.permute(1, 2, 0))
             of_key = torch.bmm(k.transpose(0, 1), pos_query.permute(1, 2, 0))
-        bias = _spread(of_query, of_key, places, lengths)
+        bias = spread(of_query, of_key, places, lengths, q.dtype)
         out, saved = fused.forward(
             q, k, v, lengths, lengths, seeds, dropout_p, scale, differentiable=differentiable, bias=bias
         )
@@ -137,7 +137,7 @@ class _Disentangled(torch.autograd.Function):
         dq, dk, dv, bias = fused.backward(
             gradient, saved, lengths, lengths, dropout_p, scale, together=True, of_bias=True
         )
-        of_query, of_key = _collect(bias, q.shape[1], pos_key.shape[0], places, lengths)
+        of_query, of_key = collect(bias, q.shape[1], pos_key.shape[0], places, lengths)
         with torch.autocast("cpu", enabled=False):
             dq += torch.bmm(of_query, pos_key.transpose(0, 1)).transpose(0, 1)
             dk += torch.bmm(of_key, pos_query.transpose(0, 1)).transpose(0, 1)
@@ -156,44 +156,57 @@ class _Shape(ctypes.Structure):
     )
 
 
-def _spread(of_query, of_key, places: Places, lengths: list[int], library: ctypes.CDLL | None = None) -> torch.Tensor:
-    """From [heads, total, positions] of queries and of keys to a bias as `fused_attention.forward` takes it."""
-    heads, columns, dtype = of_query.shape[0], of_query.shape[2], of_query.dtype
+def spread(
+    of_query: torch.Tensor,
+    of_key: torch.Tensor | None,
+    places: Places,
+    lengths: list[int],
+    dtype: torch.dtype,
+    library: ctypes.CDLL | None = None,
+) -> torch.Tensor:
+    """From [heads, total, positions] of queries, and of keys, to a bias as `fused_attention.forward` in `dtype` takes
+    it."""
+    heads, columns = of_query.shape[0], of_query.shape[2]
     bias = of_query.new_empty(fused.scores(dtype, heads, lengths, lengths), dtype=torch.float32)
     if not shape_only(of_query):
-        of_query, of_key = of_query.contiguous(), of_key.contiguous()
-        call = getattr(library or native(), f"spread_{_NAMES[dtype]}")
+        of_query, of_key = (None if x is None else x.contiguous() for x in (of_query, of_key))
+        call = getattr(library or native(), f"spread_{_NAMES[of_query.dtype]}")
         _run(call, heads, columns, dtype, places, lengths, of_query, of_key, bias)
     return bias
 
 
-def _collect(
+def collect(
     bias: torch.Tensor,
     heads: int,
     columns: int,
     places: Places,
     lengths: list[int],
     library: ctypes.CDLL | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `_spread`'s first two arguments, from that of its result."""
-    found = tuple(bias.new_empty(heads, sum(lengths), columns) for _ in "qk")
+    keys: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of `spread`'s first two arguments, from that of its result; None instead of the keys' if not
+    `keys`."""
+    found = [bias.new_empty(heads, sum(lengths), columns) if asked else None for asked in (True, keys)]
     if not shape_only(bias):
         call = getattr(library or native(), f"collect_{_NAMES[bias.dtype]}")
         _run(call, heads, columns, bias.dtype, places, lengths, *found, bias)
-    return found
+    return tuple(found)
 
 
-def _run(call, heads: int, columns: int, dtype: torch.dtype, places: Places, lengths: list[int], *tensors) -> None:
+def _run(
+    call, heads: int, columns: int, dtype: torch.dtype, places: Places, lengths: list[int],
+    *tensors: torch.Tensor | None,
+) -> None:  # fmt: skip
     rows, counts = places.rows.contiguous(), (ctypes.c_int32 * len(lengths))(*lengths)
     place = rows.data_ptr() + places.reach * rows.element_size()
     sizes = len(lengths), heads, sum(lengths), columns, fused.filled(dtype, 1)
     shape = _Shape(place, ctypes.addressof(counts), *sizes, torch.get_num_threads())
-    if call(ctypes.byref(shape), *(ctypes.c_void_p(x.data_ptr()) for x in tensors)):
+    if call(ctypes.byref(shape), *(ctypes.c_void_p(x if x is None else x.data_ptr()) for x in tensors)):
         raise MemoryError("no memory for the products with positions")
 
 
 def _bias_by_torch(of_query, of_key, places: Places) -> torch.Tensor:
-    """What `_spread` means for one sequence: [..., queries, keys] of [..., tokens, positions]; None is left out."""
+    """What `spread` means for one sequence: [..., queries, keys] of [..., tokens, positions]; None is left out."""
     given = of_key if of_query is None else of_query
     pairs = places.of_pairs(given.shape[-2]).expand(*given.shape[:-1], -1)
     bias = 0 if of_query is None else of_query.gather(-1, pairs)
@@ -201,7 +214,7 @@ def _bias_by_torch(of_query, of_key, places: Places) -> torch.Tensor:
 
 
 def _gradients_by_torch(bias: torch.Tensor, columns: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_collect` means for one sequence: twice [..., tokens, positions] of [..., queries, keys]."""
+    """What `collect` means for one sequence: twice [..., tokens, positions] of [..., queries, keys]."""
     pairs, zeros = places.of_pairs(bias.shape[-1]).expand(bias.shape), bias.new_zeros(*bias.shape[:-1], columns)
     return zeros.scatter_add(-1, pairs, bias), zeros.scatter_add(-1, pairs.mT, bias.mT)
 
@@ -237,9 +250,11 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     places = Places(torch.arange(-40, 41, device="cpu").div(9, rounding_mode="trunc").add(4).int(), 40, (0, 9))
     numbers = torch.arange(heads * sum(lengths) * columns, device="cpu", dtype=torch.float32)
     tensors = [(numbers * factor).sin().view(heads, -1, columns).to(dtype) for factor in (0.7, 1.9)]
-    bias = _spread(*tensors, places, lengths, library)
+    bias = spread(*tensors, places, lengths, dtype, library)
     gradient = (torch.arange(len(bias), device="cpu") * 0.37).sin().to(dtype)
-    found, first, token = _collect(gradient, heads, columns, places, lengths, library), 0, 0
+    found, first, token = collect(gradient, heads, columns, places, lengths, library), 0, 0
+    alone = spread(tensors[0], None, places, lengths, dtype, library)
+    found_alone, _ = collect(gradient, heads, columns, places, lengths, library, keys=False)
     for n in lengths:
         own, shape = slice(token, token + n), (heads, n, n)
         expected = _bias_by_torch(*(x[:, own].float() for x in tensors), places)
@@ -247,6 +262,9 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
         # In float32 sums of at most 37 numbers up to 1; in bfloat16 one rounding of those.
         close = dict(rtol=torch.finfo(dtype).eps, atol=1e-5)
         fits = torch.equal(fused.scores_of(bias, shape, first, dtype), expected)
+        of_queries = _bias_by_torch(tensors[0][:, own].float(), None, places)
+        fits &= torch.equal(fused.scores_of(alone, shape, first, dtype), of_queries)
+        fits &= torch.equal(found_alone[:, own], found[0][:, own])
         if not fits or not all(x[:, own].float().allclose(y, **close) for x, y in zip(found, wanted, strict=True)):
             return False
         token, first = token + n, first + heads * n * fused.filled(dtype, n)

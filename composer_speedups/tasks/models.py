@@ -83,6 +83,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "microsoft/deberta-v3-small": ("deberta-v2", {**_DEBERTA_V3, "num_hidden_layers": 6}),
     "microsoft/deberta-v3-base": ("deberta-v2", _DEBERTA_V3),
     "microsoft/deberta-v3-large": ("deberta-v2", {**_DEBERTA_V3, **_LARGE}),
+    "microsoft/mpnet-base": ("mpnet", {"max_position_embeddings": 514, "layer_norm_eps": 1e-5}),
     "FacebookAI/roberta-base": ("roberta", _ROBERTA),
     "FacebookAI/roberta-large": ("roberta", {**_ROBERTA, **_LARGE}),
 }

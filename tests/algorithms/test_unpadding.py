@@ -11,7 +11,7 @@ import transformers
 from composer.algorithms import SeqLengthWarmup
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
-from small import Doubled, config_of
+from small import Doubled, checkpoint_blocks, config_of
 
 from composer_speedups import (
     MixedPrecision,
@@ -42,6 +42,7 @@ FAMILIES = {  # and their padding ids
     "Electra": 0,
     "DistilBert": 0,
     "ModernBert": 0,
+    "MPNet": 1,
     "DebertaV2": 0,
 }
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
@@ -255,6 +256,8 @@ KINDS = [
     ("DistilBert", "ForMaskedLM"),
     ("ModernBert", "ForSequenceClassification"),
     ("ModernBert", "ForMaskedLM"),
+    ("MPNet", "ForSequenceClassification"),
+    ("MPNet", "ForMaskedLM"),
     ("DebertaV2", "ForSequenceClassification"),
     ("DebertaV2", "ForTokenClassification"),
 ]
@@ -277,7 +280,7 @@ def test_gradient_checkpointing(family: str, head: str, reentrant: bool) -> None
     stock = make(family, head, attention_probs_dropout_prob=0.3, hidden_dropout_prob=0.2).train()
     apply_unpadding(stock)
     fast = copy.deepcopy(stock)
-    fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_blocks(fast, reentrant)
     inputs = labelled(family, head)
     for model in (stock, fast):
         torch.manual_seed(3)

@@ -8,27 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from distances_check import LENGTHS, POSITIONS, SCALE, gradients, places
 from fused_attention_check import HEADS, SEEDS, P, compiled, masks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composer_speedups.kernels import disentangled as module
 from composer_speedups.kernels import fused_attention as fused
-from composer_speedups.kernels.disentangled import Places, disentangled_attention
+from composer_speedups.kernels.disentangled import disentangled_attention
 from composer_speedups.kernels.fast_dropout import realised
 from composer_speedups.kernels.varlen_attention import Lengths
 
-LENGTHS = [7, 1, 0, 33, 16, 130]
-SCALE, POSITIONS = 0.1, 24
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 NAMES = ("q", "k", "v", "pos_key", "pos_query")
-
-
-def places(reach: int = 140) -> Places:
-    """As buckets make them: near distances have positions of their own, far ones share, and the ends are clamped."""
-    near = torch.arange(-reach, reach + 1)
-    far = near.sign() * (8 + (near.abs() - 8) // 30)
-    rows = torch.where(near.abs() <= 8, near, far) + POSITIONS // 2
-    return Places(rows.clamp(0, POSITIONS - 1).int(), reach, (0, POSITIONS))
 
 
 def tensors(dtype: torch.dtype, width: int = 32, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
@@ -53,14 +44,6 @@ def by_the_book(q, k, v, pos_key, pos_query, lengths: list[int], p: float) -> to
         kept = (scores * SCALE).softmax(-1) * mask / (1 - realised(p))
         out.append(torch.einsum("hij,jhd->ihd", kept, vi))
     return torch.cat(out)
-
-
-def gradients(attend, given: list[torch.Tensor], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """The output of `attend` and the gradients of all that it takes, in float64."""
-    *inputs, gradient = (x.to(dtype) for x in given)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    return [x.double() for x in (out.detach(), *torch.autograd.grad(out, leaves, gradient))]
 
 
 @pytest.fixture
@@ -126,8 +109,8 @@ def test_other_numbers_of_threads_give_the_same_bits(by_c, dtype: torch.dtype) -
         torch.set_num_threads(1)  # of PyTorch's products, whose sums may depend on it
         products = [torch.bmm(x.transpose(0, 1), y.permute(1, 2, 0)) for x, y in ((given[0], given[3]), given[1::3])]
         torch.set_num_threads(threads)
-        bias = module._spread(*products, places(), LENGTHS)
-        return [bias, *module._collect(bias.to(dtype), HEADS, POSITIONS, places(), LENGTHS)]
+        bias = module.spread(*products, places(), LENGTHS, dtype)
+        return [bias, *module.collect(bias.to(dtype), HEADS, POSITIONS, places(), LENGTHS)]
 
     try:
         for x, *others in zip(*map(run, (1, 2, 3, 7)), strict=True):

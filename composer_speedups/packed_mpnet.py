@@ -1,0 +1,98 @@
+"""MPNet on packed tokens: mixed into its modules by `Unpadding`.
+
+BERT's modules but for its attention, which adds a number for the distance of two tokens to their score. Its encoder
+makes those for a padded batch, so its layers are run from here, with the table that the numbers are from.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+from composer_speedups.compat import MPNET_BEFORE_BIAS
+from composer_speedups.kernels.disentangled import Places, in_c
+from composer_speedups.kernels.distance_bias import distance_biased_attention
+from composer_speedups.packed_bert import PackedBert, pack_masked_head
+from composer_speedups.packed_encoder import PackedAttention, first_only_as_asked
+from composer_speedups.packing import Packing
+from composer_speedups.surgery import mix_in
+
+__all__ = ["pack_mpnet"]
+
+_BUCKETS = 32  # of distances: the model has as many whatever its configuration says
+_REACH = 64  # distances are known up to a multiple of it: so there are few lists of them
+
+
+def pack_mpnet(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
+    """Let `encoder`, and the head of `owner` where one works on packed tokens, do so; return its attention layers."""
+    mix_in(_Encoder, encoder)
+    mix_in(_Stack, encoder.encoder)
+    pack_masked_head(encoder, owner)
+    for layer in encoder.encoder.layer:
+        mix_in(_Attention, layer.attention.attn)
+    return len(encoder.encoder.layer)
+
+
+class _Encoder(PackedBert):
+    packed_whole_rows = True  # distances count the padding between two tokens
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, *args: Any, **kwargs: Any):
+        packing = self.packing_of(input_ids, attention_mask, args, kwargs)
+        if packing is None:
+            return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
+        return self.packed(packing, input_ids, None, position_ids, kwargs)
+
+    @torch.compiler.disable
+    def packing_of(self, input_ids, *rest: Any) -> Packing | None:
+        packing = super().packing_of(input_ids, *rest)
+        if packing is None:
+            return None
+        reach = -(-packing.lengths.longest // _REACH) * _REACH
+        return packing._replace(places=_places(reach, packing.lengths.cumulative.device))
+
+
+class _Stack:
+    """Mixed into the module that runs the layers: given a `Packing` as mask, hidden states are [total, width]."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
+        if not isinstance(attention_mask, Packing):
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        buckets = torch.arange(_BUCKETS, device=hidden_states.device)
+        hidden, table = hidden_states, self.relative_attention_bias(buckets).t()
+        with first_only_as_asked(self):
+            for layer in self.layer:
+                # By their order: reentrant checkpointing gives no gradient to what comes by name.
+                hidden = layer(hidden, attention_mask, *MPNET_BEFORE_BIAS, table)[0]
+        return BaseModelOutput(last_hidden_state=hidden)
+
+
+class _Attention(PackedAttention):
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
+        packing = attention_mask
+        if not isinstance(packing, Packing):
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        table = kwargs["position_bias"] if "position_bias" in kwargs else args[-1]
+        dropout = self.dropout.p if self.training else 0.0
+        q, k, v = self.project(hidden_states)
+        out = distance_biased_attention(q, k, v, table, packing.places, packing.lengths, dropout, q.shape[-1] ** -0.5)
+        return (self.o(out.flatten(1)),)
+
+    def kernel(self, queries: torch.Tensor) -> str:
+        return super().kernel(queries) if in_c(queries, queries, queries) else "padded sdpa"
+
+    def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
+        return self.q, self.k, self.v
+
+
+@cache
+def _places(reach: int, device: torch.device) -> Places:
+    """Which column of the table stands for which distance."""
+    with _disable_current_modes():  # a dry run's, where tensors have no numbers
+        distances = torch.arange(-reach, reach + 1, device="cpu")  # of query and key; the model counts key less query
+        rows = MPNetEncoder.relative_position_bucket(-distances, num_buckets=_BUCKETS)
+        return Places(rows.int().to(device), reach, (0, _BUCKETS))
