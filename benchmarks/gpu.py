@@ -3,9 +3,10 @@
     PYTHONUNBUFFERED=1 python -m benchmarks.gpu --out results; code=$?; tar czf $OUT/results.tgz results; exit $code
 
 (Eleven files; a lent machine gives eight back, hence the archive, also when a test has failed. A machine without a
-package index: requirements/offline.txt.) Then, with what time is left, more repetitions of what decides:
+package index: requirements/offline.txt.) Then, with what time is left, how the kernels are launched best here
+(`launches.py`), and more repetitions of what decides:
 
-    PYTHONUNBUFFERED=1 python -m benchmarks.gpu --parts training --first 6 --minutes 9 --out more
+    PYTHONUNBUFFERED=1 python -m benchmarks.gpu --parts launches training --first 6 --minutes 9 --out more
 
 First the numerics of every CUDA path (the tests marked `gpu`: Triton kernels and variable-length attention against
 float64, loss scaling, bitsandbytes, synchronisations, compile), as what is wrong need not be measured. Then each kernel
@@ -29,12 +30,13 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
-from benchmarks import limits, peers
+from benchmarks import launches, limits, peers
 from benchmarks.harness import new_folder, run
 from composer_speedups.hardware import hardware, suite_section
 
-PARTS = ("tests", "limits", "training")
+PARTS = ("tests", "limits", "training")  # of the programme; "launches" is for what time is left
 _TESTS = 180  # seconds that the tests may take
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _MARKED = re.compile(r"mark\.gpu|\bdevice: str")  # by itself, or by conftest's fixture
@@ -46,12 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="of all together (default: 8)")
     parser.add_argument("--batches", type=int, default=30 if hardware() == "cuda" else 2, help="that count")
     parser.add_argument("--workers", type=int, default=12, help="processes for the tests (default: 12)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="to do (default: all)")
+    parser.add_argument(
+        "--parts", nargs="+", choices=(*PARTS, "launches"), default=PARTS, help="to do (default: all but launches)"
+    )
     parser.add_argument("--first", type=int, help="training: so many entries, in order of what they decide")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args(arguments)
     if options.minutes <= 0 or min(options.batches, options.workers, options.first or 1) < 1:
         parser.error("--minutes, --batches, --workers and --first must be positive")
+    if "launches" in options.parts and hardware() != "cuda":
+        parser.error("launches tries how kernels are launched on a GPU, and there is none: leave it out of --parts")
     deadline = time.monotonic() + 60 * options.minutes
     if hardware() != "cuda":
         print("no GPU here: a rehearsal on the CPU, whose numbers are the CPU's")
@@ -60,24 +66,26 @@ def main(arguments: list[str] | None = None) -> int:
     if "tests" in options.parts:
         passed &= _test(options.out / "tests.txt", options.workers, min(_TESTS, 60 * options.minutes / 2))
     if "limits" in options.parts:
-        passed &= _limits(options.out / "limits", deadline)
+        passed &= _part(limits, options.out / "limits", deadline)
+    if "launches" in options.parts:
+        passed &= _part(launches, options.out / "launches", min(deadline, time.monotonic() + 30 * options.minutes))
     if "training" in options.parts:
         # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
         folder = new_folder("peers", options.out / "peers")
         first = tuple(peers.ENTRIES[suite_section()])[: options.first]
         run(peers, folder, 100, options.batches, deadline=deadline - 30, only=first)
     words = "no test was asked for" if "tests" not in options.parts else "all passed"
-    words = words if passed else "tests or limits FAILED"
+    words = words if passed else "tests or kernels FAILED"
     print(f"done with {deadline - time.monotonic():.0f} s left; {words}")
     return 0 if passed else 1
 
 
-def _limits(out: Path, deadline: float) -> bool:
-    """Each kernel against the device; whether it went well. What is wrong with one costs the training runs nothing."""
+def _part(part: ModuleType, out: Path, deadline: float) -> bool:
+    """Kernels, in this process; whether it went well. What is wrong with one costs the training runs nothing."""
     import torch
 
     try:
-        run(limits, new_folder("limits", out), 3, 32 if hardware() == "cuda" else 1, deadline=deadline)
+        run(part, new_folder(out.name, out), 3, 32 if hardware() == "cuda" else 1, deadline=deadline)
     except Exception:
         traceback.print_exc()
         return False

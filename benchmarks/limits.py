@@ -24,7 +24,7 @@ from benchmarks.kernels import Kernel
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import hardware, matmul_peak, suite_section
 
-__all__ = ["measure", "table"]
+__all__ = ["measure", "note", "seconds_of", "table"]
 
 _SECONDS = 0.15  # spent on each kernel in each repetition, at least
 _CLOCK = 2e9  # a GPU's, or a little more: cycles a second
@@ -53,9 +53,9 @@ def measure(folder: Path, repetitions: int, batches: int, deadline: float | None
             if kernel.name in failed:
                 continue
             try:
-                taken = _seconds(kernel.call, device)
+                taken = seconds_of(kernel.call, device, _SECONDS)
             except Exception as error:  # of one that has never run on such a device: the others are worth as much
-                _note(failed, kernel.name, error)
+                note(failed, kernel.name, error)
                 continue
             row = {"repetition": repetition, "group": kernel.group, "entry": kernel.name, "seconds": taken}
             with (folder / "rows.jsonl").open("a") as file:
@@ -79,10 +79,10 @@ def _made(device: Any, tokens: int, width: int, failed: dict[str, str]) -> Itera
         try:
             yield from group
         except Exception as error:
-            _note(failed, f"{name}, those that were to come", error)
+            note(failed, f"{name}, those that were to come", error)
 
 
-def _note(failed: dict[str, str], name: str, error: Exception) -> None:
+def note(failed: dict[str, str], name: str, error: Exception) -> None:
     traceback.print_exception(error)
     failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
@@ -124,8 +124,8 @@ def _share(row: dict[str, Any], bandwidth: float, peak: float) -> float:
     return (row["flops"] / peak if row["flops"] else row["bytes"] / bandwidth) / row["seconds"]
 
 
-def _seconds(call: Callable[[], Any], device: Any) -> float:
-    """The median time of one call, over as many as fill `_SECONDS`."""
+def seconds_of(call: Callable[[], Any], device: Any, seconds: float) -> float:
+    """The median time of one call, over as many as fill these `seconds`; of a GPU the device's time alone."""
     import torch
 
     call()
@@ -135,7 +135,7 @@ def _seconds(call: Callable[[], Any], device: Any) -> float:
     call()
     cycles = int(_CLOCK * max(0.002, 2 * (time.perf_counter() - start)))  # of a GPU, in which the host can launch it
     taken: list[float] = []
-    end = time.perf_counter() + _SECONDS
+    end = time.perf_counter() + seconds
     while len(taken) < 5 or time.perf_counter() < end:
         if device.type == "cuda":
             begin, done = (torch.cuda.Event(enable_timing=True) for _ in "bd")

@@ -7,6 +7,7 @@
 
     peers      against the Hugging Face Trainer, stock Composer and a bare loop: some 20 minutes on two cores
     limits     each kernel and optimizer against the measured matmul peak and bandwidth
+    launches   on a GPU: how our Triton kernels are best launched
     growth     the gain against the length of texts, batch, share of padding and depth
     compiling  seconds of compiling, whole model and repeated block, cold and warm cache
     verdicts   studies of recipes whose truth is known: are their verdicts to be believed?
@@ -22,7 +23,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import compiling, growth, limits, peers, verdicts
+from benchmarks import compiling, growth, launches, limits, peers, verdicts
 from benchmarks.harness import Part, new_folder, run
 from composer_speedups.errors import UserError
 
@@ -30,6 +31,7 @@ from composer_speedups.errors import UserError
 PARTS: dict[str, tuple[Part, int, int]] = {
     "peers": (peers, 5, 8),
     "limits": (limits, 5, 6),
+    "launches": (launches, 3, 32),
     "growth": (growth, 5, 4),
     "compiling": (compiling, 5, 2),
     "verdicts": (verdicts, 6, 48),  # studies, steps of a run
@@ -39,8 +41,8 @@ PARTS: dict[str, tuple[Part, int, int]] = {
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: peers)")
-    parser.add_argument("--repetitions", type=int, help="runs of each entry (default: the part's, 5)")
-    parser.add_argument("--batches", type=int, help="that count (default: the part's, 2 to 8)")
+    parser.add_argument("--repetitions", type=int, help="runs of each entry (default: the part's)")
+    parser.add_argument("--batches", type=int, help="that count (default: the part's)")
     parser.add_argument("--only", nargs="*", default=(), help="peers: parts of the names of the entries to measure")
     parser.add_argument(
         "--set", nargs="*", default=(), metavar="KEY=VALUE", help="peers: changes to the recipe of every entry"

@@ -399,7 +399,7 @@ def test_what_fails_in_the_kernels_costs_the_training_runs_nothing(
     monkeypatch.setattr(gpu.peers, "measure", lambda *_, **__: print("the peers are measured"))
     assert gpu.main(["--out", str(tmp_path / "out")]) == 1
     text = capsys.readouterr()
-    assert "the peers are measured" in text.out and "limits FAILED" in text.out
+    assert "the peers are measured" in text.out and "kernels FAILED" in text.out
     assert "ValueError: a kernel is wrong" in text.err
 
 
@@ -441,6 +441,22 @@ def test_what_decides_on_a_gpu_comes_first() -> None:
     first = list(peers.ENTRIES["cuda"])[:6]
     assert first[:2] == ["ours: finetune/fp32 (TF32 off)", "ours: finetune/fastest"]
     assert sum("best" in name for name in first) == 3, "all peers at their best"
+
+
+def test_changes_are_in_every_entrys_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, harness.Entry] = {}
+    monkeypatch.setattr(peers, "interleaved", lambda entries, folder, **_: given.update(entries))
+    monkeypatch.setattr(peers, "matmul_peak", lambda *_: 1e12)
+    arguments = ["peers", "--only", "ours", "--set", "batch_size=4", "model.config.hidden_size=64"]
+    run.main([*arguments, "--out", str(tmp_path)])
+    for name, entry in given.items():
+        recipe = load_recipe(entry.recipe, entry.overrides, check_arguments=False)
+        assert (recipe.batch_size, recipe.model.config["hidden_size"]) == (4, 64), name
+    assert len(given) > 3 and all("ours" in name for name in given)
+    (tmp_path / "rows.jsonl").write_text('{"entry": "ours: cpu/fp32", "repetition": 0, "reason": "not run"}\n')
+    assert "Every recipe with batch_size=4, model.config.hidden_size=64." in peers.table(tmp_path)
+    with pytest.raises(SystemExit):
+        run.main(["limits", "--set", "batch_size=4", "--out", str(tmp_path / "other")])
 
 
 def test_a_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

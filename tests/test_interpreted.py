@@ -39,6 +39,12 @@ def test_as_compiled_for_a_gpu(capability: int, folder: str, tmp_path: Path, req
     run(folder, "-p", "emulated", EMULATED=str(capability), TRITON_CACHE_DIR=str(tmp_path))
 
 
+def test_rows_loaded_ahead_are_the_same(tmp_path: Path) -> None:
+    """Copies to shared memory while a row is computed, as `benchmarks/launches.py` tries them."""
+    some = ("-k", "rows and not planted")
+    run("kernels", *some, "-p", "emulated", EMULATED="90", STAGES="3", TRITON_CACHE_DIR=str(tmp_path))
+
+
 def run(folder: str, *options: str, **variables: str) -> None:
     files = [str(file) for file in FILES if file.parent.name == folder]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}

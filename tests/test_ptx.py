@@ -380,9 +380,64 @@ def test_a_barrier_parts_what_warps_do_in_shared_memory() -> None:
     assert out.tolist() == [i ^ 32 for i in range(64)]
 
 
+# Thread t copies its number in the input to shared memory, in a group of its own, and then another one.
+COPIES = SHARED + (
+    "mad.wide.u32 %rd50, %r1, 4, %rd2;\nsetp.lt.s32 %p1, %r1, 40;\nselp.b32 %r8, 4, 0, %p1;\n"
+    "cp.async.ca.shared.global [ %r5 + 0 ], [ %rd50 + 0 ], 0x4, %r8;\ncp.async.commit_group ;\n"
+    "@%p1 cp.async.ca.shared.global [ %r5 + 256 ], [ %rd50 + 0 ], 0x4;\ncp.async.commit_group ;\n"
+)
+
+
+@pytest.mark.parametrize(("latest", "there"), [(2, "neither"), (1, "first"), (0, "both")])
+def test_copies_are_there_when_they_were_waited_for(latest: int, there: str) -> None:
+    """Those of thread 40 and on are zeros first, and none then: shared memory begins as all ones."""
+    numbers = torch.arange(100, 164, dtype=torch.int32)
+    out, other = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    body = COPIES + f"cp.async.wait_group 0x{latest};\nbar.sync 0;\n" + OTHER + "mad.wide.u32 %rd60, %r1, 4, %rd1;\n"
+    body += "ld.shared.b32 %r9, [%r7];\nst.global.b32 [%rd60], %r9;\nmad.wide.u32 %rd61, %r1, 4, %rd3;\n"
+    body += "ld.shared.b32 %r9, [%r7+256];\nst.global.b32 [%rd61], %r9;"
+    run(kernel(body, 3, 64), out, numbers, other, threads=64, shared=512)
+    swapped = torch.arange(64) ^ 32
+    first = torch.where(swapped < 40, numbers[swapped], 0) if there != "neither" else torch.full_like(out, -1)
+    second = torch.where(swapped < 40, numbers[swapped], -1) if there == "both" else torch.full_like(out, -1)
+    assert out.equal(first) and other.equal(second)
+
+
+def test_copies_of_sixteen_bytes() -> None:
+    numbers, out = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    body = (
+        "mad.wide.u32 %rd50, %r1, 16, %rd2;\nmad.wide.u32 %rd60, %r1, 16, %rd1;\nmov.b32 %r5, global_smem;\n"
+        "shl.b32 %r6, %r1, 4;\nadd.s32 %r5, %r5, %r6;\n"
+        "cp.async.cg.shared.global [ %r5 + 0 ], [ %rd50 + 0 ], 0x10, 0x10;\ncp.async.commit_group ;\n"
+        "cp.async.wait_group 0x0;\nld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r5];\n"
+        "st.global.v4.b32 [%rd60], {%r10, %r11, %r12, %r13};"
+    )
+    run(kernel(body), out, numbers, shared=512)
+    assert out.equal(numbers)
+    with pytest.raises(Fault, match="outside of any tensor"):
+        run(kernel(body), out, numbers[:127].clone(), shared=512)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        # The other warp's copy, waited for by that one alone.
+        (COPIES + "cp.async.wait_group 0x0;\n" + OTHER + "ld.shared.b32 %r9, [%r7];", "without a barrier between"),
+        (SHARED + OTHER + "ld.shared.b32 %r9, [%r7];\n" + COPIES, "two warps meet"),
+        (COPIES.replace("4, 0, %p1", "2, 0, %p1"), "a copy of 2 of 4 bytes"),
+        (COPIES.replace("[ %r5 + 0 ]", "[ %r5 + 1024 ]"), "shared memory has 512 bytes"),
+    ],
+)
+def test_faults_of_copies(body: str, message: str) -> None:
+    numbers = torch.arange(64, dtype=torch.int32)
+    with pytest.raises(Fault, match=message):
+        run(kernel(body, 2, 64), torch.zeros(64, dtype=torch.int32), numbers, threads=64, shared=512)
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        "cp.async.bulk.shared.global [%r1], [%rd1], 16, [%r2]",
         "wgmma.mma_async %r1, %r2",
         "cvt.rz.bf16.f32 %rs1, %r2",
         "setp.lt.and.f32 %p1, %r1, %r2, %p2",

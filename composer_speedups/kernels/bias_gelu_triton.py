@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from composer_speedups.kernels import launch
 from composer_speedups.kernels.launch import interpreted, on_device, processors, programs_for, rows_of
 
 __all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "interpreted"]
@@ -17,6 +18,7 @@ __all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "interpre
 _COLS = 256  # a program's tile: rows x columns
 _ROWS_FORWARD, _ROWS_BACKWARD = 16, 4  # 32 and 8 elements in each of 128 threads
 _WARPS = 4
+_PROGRAMS = 16  # of the backward kernel, for each processor
 
 
 @triton.jit
@@ -60,6 +62,7 @@ def backward_kernel(
     x_stride,
     rows,
     width,
+    STAGES: tl.constexpr,  # see `launch.STAGES`
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -67,7 +70,7 @@ def backward_kernel(
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     bias = tl.load(bias_ptr + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([ROWS, COLS], tl.float32)
-    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+    for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS).to(tl.int64)
         mask = (row < rows)[:, None] & (col < width)[None, :]
         h = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32) + bias
@@ -110,8 +113,8 @@ def backward(
     rows, width = matrix.shape[0], int(matrix.shape[1])
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     columns = triton.cdiv(width, _COLS)
-    # Tiles over columns fill the device as well: 16 programs a processor in all, but 8 rows of programs at least.
-    programs = programs_for(rows, _ROWS_BACKWARD, max(8, 16 * processors(x.device) // columns))
+    # Tiles over columns fill the device as well; 8 rows of programs at least.
+    programs = programs_for(rows, _ROWS_BACKWARD, max(8, _PROGRAMS * processors(x.device) // columns))
     partial = torch.empty((programs * _ROWS_BACKWARD, width), dtype=torch.float32, device=x.device)
     with on_device(x.device):
         kernel[(programs, columns)](
@@ -124,6 +127,7 @@ def backward(
             matrix.stride(0),
             rows,
             width,
+            STAGES=launch.STAGES,
             ROWS=_ROWS_BACKWARD,
             COLS=_COLS,
             num_warps=_WARPS,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from composer_speedups.kernels import launch
 from composer_speedups.kernels.launch import interpreted, most_programs, on_device, programs_for, rows_of, tile_of
 from composer_speedups.kernels.layer_norm import columns, load_for_each_row, normalise, own_sums, through_norm
 
@@ -109,6 +110,7 @@ def backward_kernel(
     WIDTH: tl.constexpr,
     BIASED: tl.constexpr,
     DROPPED: tl.constexpr,
+    STAGES: tl.constexpr,  # see `launch.STAGES`
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -123,7 +125,7 @@ def backward_kernel(
         dx_bias = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
     else:
         w = load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
-    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+    for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
         mask = (row < rows) & inside
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
@@ -222,6 +224,7 @@ def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=No
             WIDTH=width,
             BIASED=x_bias is not None,
             DROPPED=dropped,
+            STAGES=launch.STAGES,
             **tile,
         )
     return dx, dresidual, partial.sum(1)

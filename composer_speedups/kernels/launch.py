@@ -8,11 +8,23 @@ from functools import cache
 import torch
 import triton
 
-__all__ = ["DTYPES", "interpreted", "most_programs", "on_device", "processors", "programs_for", "rows_of", "tile_of"]
+__all__ = [
+    "DTYPES",
+    "STAGES",
+    "interpreted",
+    "most_programs",
+    "on_device",
+    "processors",
+    "programs_for",
+    "rows_of",
+    "tile_of",
+]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+STAGES = 1  # of the backward kernels' loops: loads of so many rows less one are under way while a row is computed
 _WARPS = 4  # of a program, if its rows are not too long
+_HELD = 32  # elements of a row that a thread holds at most
 _TOGETHER = 8192  # elements for which a processor has registers at a time, in the backward kernels
 
 
@@ -55,7 +67,7 @@ def tile_of(width: int, itemsize: int) -> dict[str, int]:
     and from the cache.
     """
     cols = triton.next_power_of_2(width)
-    vector, held = (1, 16) if width % 16 else (16 // itemsize, 32)
+    vector, held = (1, 16) if width % 16 else (16 // itemsize, _HELD)
     chunks = max(1, min(cols // (32 * vector), held // vector))
     block = cols // chunks
     shared = max(1, block // (32 * vector))  # warps that share a row

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from composer_speedups.kernels import launch
 from composer_speedups.kernels.launch import DTYPES, interpreted, most_programs, on_device, rows_of, tile_of
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 
@@ -127,6 +128,7 @@ def _backward_kernel(
     HAS_W: tl.constexpr,
     NEED_DX: tl.constexpr,
     NEED_DW: tl.constexpr,
+    STAGES: tl.constexpr,  # see `launch.STAGES`
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -138,7 +140,7 @@ def _backward_kernel(
     db = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
     if HAS_W:
         w = load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
-    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+    for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
         mask = (row < rows) & inside
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
@@ -266,6 +268,7 @@ def _backward(
                 HAS_W=weight is not None,
                 NEED_DX=need_dx,
                 NEED_DW=need_dw,
+                STAGES=launch.STAGES,
                 **tile,
             )
     return dx, partial.sum(1)

@@ -123,7 +123,7 @@ MUTANTS = {
     "density without h": ("0.3989422804 * h * density", "0.3989422804 * density"),
     "last program's sums lost": ("return dx, partial.sum(0)", "return dx, partial[:-1].sum(0)"),
     "sums of a program over each other": ("own = (program * ROWS + ", "own = (program * ROWS + 0 * "),
-    "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
+    "rows skipped": ("tl.num_programs(0) * ROWS, num", "tl.num_programs(0) * ROWS * 2, num"),
     "one column of tiles only": ("triton.cdiv(width, _COLS))](", "width // _COLS)]("),
 }
 

@@ -126,7 +126,7 @@ MUTANTS = {
     "last program's sums lost": ("partial.sum(1)", "partial[:, :-1].sum(1)"),
     "db stored over dw": ("tl.store(place + all_sums, db", "tl.store(place + 0 * all_sums, db"),
     "sums of a program over each other": ("own_sums(program, WIDTH", "own_sums(program, WIDTH * 0"),
-    "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
+    "rows skipped": ("tl.num_programs(0) * ROWS, num", "tl.num_programs(0) * ROWS * 2, num"),
 }
 
 

@@ -161,7 +161,7 @@ MUTANTS = {
     "dw without x_hat": ("dw += dy * x_hat", "dw += dy"),
     "last program's sums lost": ("return dx, partial.sum(1)", "return dx, partial[:, :-1].sum(1)"),
     "sums of a program over each other": ("return (program * ROWS + ", "return (program * ROWS + 0 * "),
-    "rows skipped": ("tl.num_programs(0) * ROWS)", "tl.num_programs(0) * ROWS * 2)"),
+    "rows skipped": ("tl.num_programs(0) * ROWS, num", "tl.num_programs(0) * ROWS * 2, num"),
 }
 
 

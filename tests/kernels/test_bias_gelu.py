@@ -199,6 +199,7 @@ def rows_of_a_tile(name: str) -> int:
 
 def compiled(capability: int, name: str, dtype: torch.dtype, aligned: tuple[str, ...] = ()):
     constants = {"ROWS": rows_of_a_tile(name), "COLS": cuda._COLS}
+    constants |= {"STAGES": 1} if name == "backward_kernel" else {}
     dtypes = dict.fromkeys(("bias", "dbias"), torch.float32) | dict.fromkeys(("x", "y", "dx", "dy"), dtype)
     return compile_for(capability, getattr(cuda, name), dtypes, constants, cuda._WARPS, aligned)
 

@@ -311,13 +311,31 @@ def test_memory_is_what_it_waits_for(name: str, moved: int, width: int, tmp_path
     assert instructions(code, tmp_path, tile_of(width, 2)["ROWS"] * width) < 0.75 * time_for(moved)
 
 
-def compiled(capability: int, name: str, width: int, dtype: torch.dtype, biased: bool, aligned: tuple[str, ...] = ()):
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("width", [768, 1024])
+def test_rows_may_be_loaded_ahead(width: int, stages: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled(90, "backward_kernel", width, BF16, True, STRIDES, stages)
+    assert "cp.async" in code.asm["ptx"] and not spills(code, tmp_path)
+    moved = tile_of(width, 2)["ROWS"] * width
+    assert instructions(code, tmp_path, moved) < 0.9 * time_for(10)
+
+
+def compiled(
+    capability: int,
+    name: str,
+    width: int,
+    dtype: torch.dtype,
+    biased: bool,
+    aligned: tuple[str, ...] = (),
+    stages: int = 1,
+):
     tile = tile_of(width, dtype.itemsize)
     warps = tile.pop("num_warps")
     constants = (
         tile
         | {"WIDTH": width, "BIASED": biased, "DROPPED": 6554}
-        | ({"EPS": 1e-12} if name == "forward_kernel" else {})
+        | ({"EPS": 1e-12} if name == "forward_kernel" else {"STAGES": stages})
     )
     dtypes = dict.fromkeys(("w", "b", "x_bias", "mean", "rstd", "partial"), torch.float32) | {"seeds": torch.int64}
     dtypes |= dict.fromkeys(("x", "residual", "y", "dy", "dx", "dresidual"), dtype)

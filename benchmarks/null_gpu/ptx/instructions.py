@@ -280,6 +280,21 @@ def _st(p: Program, i: Instruction, m: str) -> list[str]:
     return [f"s.store_{space}({where}, {offset}, {BITS[kind] // 8}, [{values}], {m})"]
 
 
+@_emits("cp")
+def _cp(p: Program, i: Instruction, m: str) -> list[str]:
+    if i.modifiers == ("async", "commit_group"):
+        return [f"s.close_copies({m})"]
+    if i.modifiers == ("async", "wait_group"):
+        return [f"s.wait_for_copies({int(i.operands[0], 0)}, {m})"]
+    if i.modifiers not in (("async", how, "shared", "global") for how in ("ca", "cg")):
+        raise Unsupported("form")
+    (to, to_offset), (source, offset) = p.address(i.operands[0]), p.address(i.operands[1])
+    size = int(i.operands[2], 0)
+    given = p.value(i.operands[3], "u32") if len(i.operands) > 3 else size
+    places = f"{p.value(to, 'u32')}, {to_offset}, {p.value(source, 'u64')}, {offset}"
+    return [f"s.start_copy({places}, {size}, {given}, {m})"]
+
+
 @_emits("atom", "red")
 def _atom(p: Program, i: Instruction, m: str) -> list[str]:
     operands = list(i.operands) if i.op == "atom" else ["_", *i.operands]

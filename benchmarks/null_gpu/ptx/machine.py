@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.null_gpu.ptx.copies import Copies
 from benchmarks.null_gpu.ptx.translate import Program
 
 __all__ = ["Fault", "Memory", "run"]
@@ -106,6 +107,7 @@ class _Machine:
         self.shared_start = np.repeat(np.arange(len(chunk)) * self.room, threads)
         # Of each byte, the warp that has written or read it since the last barrier.
         self.writers, self.readers = (np.full(len(bytes_), _NOBODY, np.int16) for _ in "wr")
+        self.copies = Copies(lanes)
 
     def run(self) -> None:
         waiting: dict[int, Any] = {0: True}
@@ -203,6 +205,27 @@ class _Machine:
             lost = self.shared[each][places // each + i] != value
             if (lost & (self.writers[places] != self.warp[active])).any():
                 raise Fault("two warps write to one place in shared memory")
+
+    def start_copy(self, to, to_offset: int, source, offset: int, size: int, given, m) -> None:
+        """To shared memory, of `size` bytes: from `source` those `given`, which are all or none, and zeros."""
+        threads = np.arange(self.count)[self._active(m)]
+        places = self._shared_places(to, to_offset, threads, size)
+        self._touch(places, size, self.warp[threads], writes=True)
+        given = np.broadcast_to(given, self.count)[threads]
+        if ((given != 0) & (given != size)).any():
+            raise Fault(f"a copy of {given.max()} of {size} bytes")
+        real, words = given != 0, np.zeros((len(threads), size // 4), np.uint32)
+        found = self.memory.places(self._addresses(source, offset, threads[real]), 4, size // 4)
+        words[real] = self.memory.words[4][found[:, None] + np.arange(size // 4)]
+        self.copies.start(threads, places, words)
+
+    def close_copies(self, m) -> None:
+        self.copies.close(self._active(m))
+
+    def wait_for_copies(self, latest: int, m) -> None:
+        for threads, places, words in self.copies.arrived(np.arange(self.count)[self._active(m)], latest):
+            self._touch(places, 4 * words.shape[1], self.warp[threads], writes=True)
+            self.shared[4][places[:, None] // 4 + np.arange(words.shape[1])] = words
 
     def _shared_places(self, where, offset: int, active, size: int) -> np.ndarray:
         addresses = np.broadcast_to(where, self.count)[active].astype(np.int64) + offset
