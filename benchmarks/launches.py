@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Sweep:
     name: str
     tokens: int  # rows that it has; 0 for what has none
     choices: Mapping[str, tuple[Any, str, tuple[int, ...]]]  # module, constant, values to try
-    call: Callable[[], Any]
+    call: Callable[[], Any]  # returns tensors
     bytes: int
 
     def ways(self) -> Iterator[dict[str, int]]:
@@ -53,62 +54,134 @@ class Sweep:
             if way != present:
                 yield way
 
-    def seconds(self, way: Mapping[str, int], device: Any) -> float:
+    @contextmanager
+    def set_to(self, way: Mapping[str, int]) -> Iterator[None]:
         with ExitStack() as changed:
             for name, value in way.items():
                 changed.enter_context(patch.object(*self.choices[name][:2], value))
-            return seconds_of(self.call, device, _SECONDS)
+            yield
 
 
 def measure(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> None:
     """`batches` scales the larger number of tokens, as in `limits`."""
     if hardware() != "cuda":
         raise UserError("launches tries how Triton's kernels are launched, and there is no GPU here: measure limits")
-    device, failed = _device(), {}
-    # Both sizes of a kernel together: what is compiled for one is there for the other.
-    sizes = zip(*(_sweeps(device, tokens) for tokens in (_BATCH, batches * 8192)), strict=True)
-    ways = [(sweep, way) for both in ((_copy(device),), *sizes) for way in both[0].ways() for sweep in both]
+    device, failed = _device(), _Failed(folder / "failed.json")
     begin(folder, "launches", width=_WIDTH)
-    for repetition in range(repetitions):
-        for sweep, way in ways:
-            entry = _words(way)
-            if deadline is not None and time.monotonic() > deadline:
-                return
-            if f"{sweep.name}, {entry}" in failed:
-                continue
-            try:
-                taken = sweep.seconds(way, device)
-            except Exception as error:  # too much shared memory, for one
-                note(failed, f"{sweep.name}, {entry}", error)
-                continue
-            row = {"repetition": repetition, "kernel": sweep.name, "tokens": sweep.tokens, "entry": entry, "way": way}
-            row |= {"present": way == next(sweep.ways()), "seconds": taken, "bytes": sweep.bytes}
-            with (folder / "rows.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    sweeps = [_copy(device), *_made(device, (_BATCH, batches * 8192), failed)]
+    # Both sizes of a kernel together: what is compiled for one is there for the other.
+    by_name = {sweep.name: [other for other in sweeps if other.name == sweep.name] for sweep in sweeps}
+    work = [(sweep, way) for both in by_name.values() for way in both[0].ways() for sweep in both]
+    forget = _forgetting(device)
+    expected: dict[tuple[str, int], Any] = {}  # what the present way computes, of the kernel at hand
+    for done, (repetition, (sweep, way)) in enumerate(itertools.product(range(repetitions), work)):
+        if deadline is not None and time.monotonic() > deadline:
+            print(f"out of time after {done} of {repetitions * len(work)} measurements", file=sys.stderr)
+            break
+        present, entry = way == next(sweep.ways()), _words(way)
+        if failed.has(sweep, entry):
+            continue
+        try:
+            with sweep.set_to(way):
+                if not repetition:
+                    found = sweep.call()
+                    if present:
+                        expected = {key: x for key, x in expected.items() if key[0] == sweep.name}
+                        expected[sweep.name, sweep.tokens] = found
+                    elif (right := expected.get((sweep.name, sweep.tokens))) is not None and not _same(found, right):
+                        raise ArithmeticError("it computes something else than the present way")
+                    del found
+                taken = seconds_of(sweep.call, device, _SECONDS, forget)
+        except Exception as error:  # too much shared memory, for one
+            failed.note(sweep, entry, error, serious=present or isinstance(error, ArithmeticError))
+            continue
+        row = {"repetition": repetition, "kernel": sweep.name, "tokens": sweep.tokens, "entry": entry, "way": way}
+        row |= {"present": present, "seconds": taken, "bytes": sweep.bytes}
+        with (folder / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    failed.tell()
 
 
 def table(folder: Path) -> str:
     found = read(folder)
     copies = [row for row in found.rows if not row["tokens"]]
-    bandwidth = copies[0]["bytes"] / statistics.median(row["seconds"] for row in copies)
+    bandwidth = copies[0]["bytes"] / statistics.median(row["seconds"] for row in copies) if copies else None
     body = []
     for name, tokens in dict.fromkeys((row["kernel"], row["tokens"]) for row in found.rows if row["tokens"]):
         rows = [row for row in found.rows if (row["kernel"], row["tokens"]) == (name, tokens)]
         taken = {entry: [r["seconds"] for r in rows if r["entry"] == entry] for entry in {r["entry"] for r in rows}}
-        present = next(row["entry"] for row in rows if row["present"])
-        best = sorted(taken, key=lambda entry: statistics.median(taken[entry]))[:_SHOWN]
-        for entry in dict.fromkeys([present, *best]):
-            share = rows[0]["bytes"] / statistics.median(taken[entry]) / bandwidth
-            ratio = statistics.median(taken[present]) / statistics.median(taken[entry])
+        medians = {entry: statistics.median(seconds) for entry, seconds in taken.items()}
+        present = next((row["entry"] for row in rows if row["present"]), None)
+        best = sorted(medians, key=medians.get)[:_SHOWN]
+        for entry in dict.fromkeys([*([] if present is None else [present]), *best]):
             label = f"{name}, {tokens:,} tokens: {entry}{' (present)' if entry == present else ''}"
-            body.append((label, spread([1e3 * s for s in taken[entry]], ".4f"), f"{share:.0%}", f"{ratio:.2f}x"))
+            share = f"{rows[0]['bytes'] / medians[entry] / bandwidth:.0%}" if bandwidth else ""
+            ratio = f"{medians[present] / medians[entry]:.2f}x" if present is not None else ""
+            body.append((label, spread([1e3 * s for s in taken[entry]], ".4f"), share, ratio))
+    copied = f"Copy {bandwidth / 1e9:.3g} GB/s (read and written); " if bandwidth else ""
     heading = (
-        f"Copy {bandwidth / 1e9:.3g} GB/s (read and written); {times_run(found.rows)} of each way; width "
-        f"{found.conditions['width']}, bf16; of each kernel the present way and the {_SHOWN} fastest; milliseconds, "
-        "median [lowest, highest]; share of the copy's bandwidth for the bytes that must be moved; speed against the "
-        "present way."
+        f"{copied}{times_run(found.rows)} of each way, nothing in the caches; width {found.conditions['width']}, "
+        f"bf16; of each kernel the present way and the {_SHOWN} fastest; milliseconds, median [lowest, highest]; share "
+        "of the copy's bandwidth for the bytes that must be moved; speed against the present way."
     )
-    return markdown(folder, heading, ("", "ms", "of bandwidth", "speed"), body)
+    there = folder / "failed.json"
+    notes = [f"failed: {what}: {why}" for what, why in json.loads(there.read_text()).items()] if there.exists() else []
+    return markdown(folder, heading, ("", "ms", "of bandwidth", "speed"), body, notes)
+
+
+class _Failed:
+    """What could not be made or measured, with the reason: in a file, and at the end, if it is serious, an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.reasons: dict[str, str] = {}
+        self.serious: list[str] = []
+
+    def note(self, sweep: Sweep | str, entry: str, error: Exception, serious: bool) -> None:
+        note(self.reasons, name := self._name(sweep, entry), error)
+        self.path.write_text(json.dumps(self.reasons, indent=1))
+        if serious:
+            self.serious.append(name)
+
+    def has(self, sweep: Sweep, entry: str) -> bool:
+        return self._name(sweep, entry) in self.reasons
+
+    def tell(self) -> None:
+        if self.serious:
+            raise RuntimeError("\n".join(["failed:", *(f"{name}: {self.reasons[name]}" for name in self.serious)]))
+
+    @staticmethod
+    def _name(sweep: Sweep | str, entry: str) -> str:
+        return f"{sweep}, {entry}" if isinstance(sweep, str) else f"{sweep.name}, {sweep.tokens:,} tokens, {entry}"
+
+
+def _made(device: Any, sizes: tuple[int, ...], failed: _Failed) -> list[Sweep]:
+    """All kernels, each with every number of tokens; one that fails when it is prepared costs the others nothing."""
+    found = []
+    for make, tokens in itertools.product((_layer_norm, _dropout_add_norm, _bias_gelu, _cross_entropy), sizes):
+        try:
+            found += make(device, tokens)
+        except Exception as error:
+            failed.note(make.__name__.strip("_"), f"{tokens:,} tokens", error, serious=True)
+    return found
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Whether two ways agree: sums in another order, rounded to bf16."""
+    import torch
+
+    if isinstance(found, torch.Tensor):
+        found, expected = (found,), (expected,)
+    return all(
+        bool((x.float() - y.float()).norm() <= 0.01 * y.float().norm()) for x, y in zip(found, expected, strict=True)
+    )
+
+
+def _forgetting(device: Any) -> Callable[[], Any]:
+    """What leaves nothing in the device's caches that a kernel could find there, and in training would not."""
+    import torch
+
+    return torch.empty(1 << (28 if device.type == "cuda" else 10), dtype=torch.uint8, device=device).zero_
 
 
 def _device() -> Any:
@@ -119,14 +192,6 @@ def _device() -> Any:
 
 def _words(way: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {value}" for name, value in way.items()) or "as it is"
-
-
-def _sweeps(device: Any, tokens: int) -> Iterator[Sweep]:
-    """Each kernel with `tokens` rows; what is sent through the loss are an eighth of them, as in `limits`."""
-    yield from _layer_norm(device, tokens)
-    yield from _dropout_add_norm(device, tokens)
-    yield from _bias_gelu(device, tokens)
-    yield from _cross_entropy(device, tokens // 8)
 
 
 def _copy(device: Any) -> Sweep:
@@ -201,15 +266,17 @@ def _bias_gelu(device: Any, tokens: int) -> Iterator[Sweep]:
     yield Sweep("bias + GELU backward", tokens, backward, lambda: triton.backward(dy, x, bias), 3 * size)
 
 
-def _cross_entropy(device: Any, rows: int) -> Iterator[Sweep]:
+def _cross_entropy(device: Any, tokens: int) -> Iterator[Sweep]:
+    """Of an eighth of the tokens, as in `limits`."""
     import torch
 
     from composer_speedups.kernels import cross_entropy as triton
 
-    logits = torch.randn(rows, 30528, device=device).bfloat16().requires_grad_()
-    labels, size = torch.randint(0, 30528, (rows,), device=device), 2 * logits.numel()
+    logits = torch.randn(tokens // 8, 30528, device=device).bfloat16()
+    labels, size = torch.randint(0, 30528, (len(logits),), device=device), 2 * logits.numel()
     choices = {"held": (triton, "_MOST", (2048, 4096, 8192)), "warps": (triton, "_WARPS", (4, 8, 16))}
-    loss = triton.cross_entropy(logits, labels)
-    yield Sweep("cross-entropy forward", rows, choices, lambda: triton.cross_entropy(logits, labels), size)
-    back = lambda: torch.autograd.grad(loss, logits, retain_graph=True)  # noqa: E731
-    yield Sweep("cross-entropy backward", rows, choices, back, 2 * size)
+    _, lse = triton.forward(logits, labels, -100)
+    scale = torch.ones(1, device=device)
+    yield Sweep("cross-entropy forward", tokens, choices, lambda: triton.forward(logits, labels, -100), size)
+    back = lambda: triton.backward(logits, labels, lse, scale, -100, torch.empty_like(logits))  # noqa: E731
+    yield Sweep("cross-entropy backward", tokens, choices, back, 2 * size)

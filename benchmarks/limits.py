@@ -124,8 +124,11 @@ def _share(row: dict[str, Any], bandwidth: float, peak: float) -> float:
     return (row["flops"] / peak if row["flops"] else row["bytes"] / bandwidth) / row["seconds"]
 
 
-def seconds_of(call: Callable[[], Any], device: Any, seconds: float) -> float:
-    """The median time of one call, over as many as fill these `seconds`; of a GPU the device's time alone."""
+def seconds_of(call: Callable[[], Any], device: Any, seconds: float, before: Callable[[], Any] = lambda: None) -> float:
+    """The median time of one call, over as many as fill these `seconds`; of a GPU the device's time alone.
+
+    `before`: done before each call, and not counted.
+    """
     import torch
 
     call()
@@ -139,6 +142,7 @@ def seconds_of(call: Callable[[], Any], device: Any, seconds: float) -> float:
     while len(taken) < 5 or time.perf_counter() < end:
         if device.type == "cuda":
             begin, done = (torch.cuda.Event(enable_timing=True) for _ in "bd")
+            before()
             torch.cuda._sleep(cycles)  # the device waits while the host launches all that is timed
             begin.record()
             call()
@@ -146,6 +150,7 @@ def seconds_of(call: Callable[[], Any], device: Any, seconds: float) -> float:
             done.synchronize()
             taken.append(begin.elapsed_time(done) / 1e3)
         else:
+            before()
             start = time.perf_counter()
             call()
             taken.append(time.perf_counter() - start)

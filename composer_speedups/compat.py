@@ -21,7 +21,7 @@ from composer_speedups.surgery import mix_in
 
 __all__ = [
     "INDUCTOR_PRECOMPILES",
-    "MPNET_BEFORE_BIAS",
+    "MPNET_AFTER_MASK",
     "CompileCounters",
     "Float32Precision",
     "announce_sdpa",
@@ -278,8 +278,8 @@ def compile_counters() -> CompileCounters:
 # --- encoder layers -----------------------------------------------------------------------------------
 
 
-# What an MPNet layer takes between its mask and what is added to scores: in 4.53 masks of heads.
-MPNET_BEFORE_BIAS = (None,) if _TRANSFORMERS < 5 else ()
+# What an MPNet layer and its attention take behind their mask: in 4.53 masks of heads, too.
+MPNET_AFTER_MASK = (*(("head_mask",) if _TRANSFORMERS < 5 else ()), "position_bias", "output_attentions")
 
 
 def layer_result(hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from composer_speedups.compat import layer_result
+from composer_speedups.compat import MPNET_AFTER_MASK, layer_result
 from composer_speedups.families import DEBERTA, DISTILBERT, MODERNBERT, MPNET
 from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
 from composer_speedups.kernels.varlen_attention import varlen_attention
@@ -194,9 +194,8 @@ class _FirstOfModernBert(FirstOnly):
 
 class _FirstOfMPNet(FirstOnly):
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
-        # What is added to scores comes last, behind masks of heads where the model has those.
-        if args:
-            kwargs["position_bias"], kwargs["head_mask"] = args[-1], args[0] if len(args) > 1 else None
+        for i, value in enumerate(args):
+            kwargs[MPNET_AFTER_MASK[i]] = value
         return super().forward(hidden_states, attention_mask, **kwargs)
 
     @staticmethod

@@ -13,8 +13,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+from transformers.utils import ModelOutput
 
-from composer_speedups.compat import MPNET_BEFORE_BIAS
+from composer_speedups.compat import MPNET_AFTER_MASK
 from composer_speedups.kernels.disentangled import Places, in_c
 from composer_speedups.kernels.distance_bias import distance_biased_attention
 from composer_speedups.packed_bert import PackedBert, pack_masked_head
@@ -24,6 +25,7 @@ from composer_speedups.surgery import mix_in
 
 __all__ = ["pack_mpnet"]
 
+_AT = MPNET_AFTER_MASK.index("position_bias")
 _BUCKETS = 32  # of distances: the model has as many whatever its configuration says
 _REACH = 64  # distances are known up to a multiple of it: so there are few lists of them
 
@@ -47,6 +49,10 @@ class _Encoder(PackedBert):
             return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
         return self.packed(packing, input_ids, None, position_ids, kwargs)
 
+    def returned(self, out: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[torch.Tensor | None, ...]:
+        asked = self.config.return_dict if return_dict is None else return_dict
+        return out if asked else (out.last_hidden_state, out.pooler_output)  # as the model: None without a pooler
+
     @torch.compiler.disable
     def packing_of(self, input_ids, *rest: Any) -> Packing | None:
         packing = super().packing_of(input_ids, *rest)
@@ -67,7 +73,7 @@ class _Stack:
         with first_only_as_asked(self):
             for layer in self.layer:
                 # By their order: reentrant checkpointing gives no gradient to what comes by name.
-                hidden = layer(hidden, attention_mask, *MPNET_BEFORE_BIAS, table)[0]
+                hidden = layer(hidden, attention_mask, *[None] * _AT, table)[0]
         return BaseModelOutput(last_hidden_state=hidden)
 
 
@@ -76,7 +82,7 @@ class _Attention(PackedAttention):
         packing = attention_mask
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        table = kwargs["position_bias"] if "position_bias" in kwargs else args[-1]
+        table = kwargs["position_bias"] if "position_bias" in kwargs else args[_AT]
         dropout = self.dropout.p if self.training else 0.0
         q, k, v = self.project(hidden_states)
         out = distance_biased_attention(q, k, v, table, packing.places, packing.lengths, dropout, q.shape[-1] ** -0.5)

@@ -22,43 +22,94 @@ KERNELS = [
 ]
 
 
-def sweep(seen: list[tuple[int, int]], module: Any, refused: tuple[int, int] | None = None) -> launches.Sweep:
-    def call() -> None:
+def sweep(
+    seen: list[tuple[int, int]],
+    module: Any,
+    refused: tuple[int, int] | None = None,
+    wrong: tuple[int, int] | None = None,
+    tokens: int = 16,
+) -> launches.Sweep:
+    def call() -> torch.Tensor:
         if (now := (module.warps, module.rows)) == refused:
             raise ValueError("out of\nshared memory")
         seen.append(now)
+        return torch.full((3,), 1.0 if now != wrong else 1.1)
 
     choices = {"warps": (module, "warps", (4, 8)), "rows": (module, "rows", (1, 2))}
-    return launches.Sweep("kernel", 16, choices, call, bytes=8)
+    return launches.Sweep("kernel", tokens, choices, call, bytes=8)
 
 
-def test_every_way_is_tried_and_none_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "_SECONDS", 0.0)
+def test_every_way_is_tried_and_none_stays() -> None:
     seen, module = [], SimpleNamespace(warps=4, rows=2)
     tried = sweep(seen, module)
     ways = list(tried.ways())
     assert ways[0] == {"warps": 4, "rows": 2} and len(ways) == 4
     for way in ways:
-        assert tried.seconds(way, torch.device("cpu")) > 0
-    assert list(dict.fromkeys(seen)) == [(4, 2), (4, 1), (8, 1), (8, 2)]
+        with tried.set_to(way):
+            tried.call()
+    assert seen == [(4, 2), (4, 1), (8, 1), (8, 2)]
     assert (module.warps, module.rows) == (4, 2)
 
 
-def test_a_way_that_fails_costs_the_others_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen, module = [], SimpleNamespace(warps=4, rows=2)
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch):
+    """Measure what is given instead of the kernels; the rows that were written."""
     monkeypatch.setattr(launches, "_SECONDS", 0.0)
     monkeypatch.setattr(launches, "hardware", lambda: "cuda")
     monkeypatch.setattr(launches, "_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(launches, "_copy", lambda _: launches.Sweep("copy", 0, {}, lambda: None, bytes=8))
-    monkeypatch.setattr(launches, "_sweeps", lambda *_: iter([sweep(seen, module, refused=(8, 1))]))
-    harness.run(launches, harness.new_folder("launches", tmp_path), 2, 1)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    copy = launches.Sweep("copy", 0, {}, lambda: torch.ones(1), bytes=8)
+    monkeypatch.setattr(launches, "_copy", lambda _: copy)
+    names = ("_layer_norm", "_dropout_add_norm", "_bias_gelu", "_cross_entropy")
+    for name in names[1:]:
+        monkeypatch.setattr(launches, name, lambda *_: iter(()))
+
+    def measure(folder: Path, **options: Any) -> list[dict[str, Any]]:
+        def make(_: torch.device, tokens: int) -> Any:
+            yield sweep([], SimpleNamespace(warps=4, rows=2), tokens=tokens, **options)
+
+        make.__name__ = names[0]
+        monkeypatch.setattr(launches, names[0], make)
+        try:
+            harness.run(launches, harness.new_folder("launches", folder), 2, 1)
+        finally:
+            rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        return rows
+
+    return measure
+
+
+def test_a_way_that_fails_costs_the_others_nothing(on_cpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = on_cpu(tmp_path, refused=(8, 1))
     assert len(rows) == 2 * (1 + 2 * 3) and sum(row["present"] for row in rows) == 2 * (1 + 2)
     text = capsys.readouterr()
-    assert "| kernel, 16 tokens: warps 4, rows 2 (present) |" in text.out and "| 1.00x |" in text.out
-    assert "warps 8, rows 1" not in text.out and text.err.count("Traceback") == 1, "it is not tried again"
+    assert "| kernel, 16,384 tokens: warps 4, rows 2 (present) |" in text.out and "| 1.00x |" in text.out
+    assert "failed: kernel, 8,192 tokens, warps 8, rows 1: ValueError: out of" in text.out
+    assert text.err.count("Traceback") == 2, "once for each size, and not tried again"
+
+
+def test_a_way_that_computes_something_else_does_not_win(on_cpu, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="warps 8, rows 1: ArithmeticError: it computes something else"):
+        on_cpu(tmp_path, wrong=(8, 1))
+    assert "kernel, 16,384 tokens: warps 8, rows 1 |" not in (tmp_path / "table.md").read_text()
+
+
+def test_the_present_way_may_be_the_one_that_fails(on_cpu, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="warps 4, rows 2: ValueError: out of"):
+        on_cpu(tmp_path, refused=(4, 2))
+    table = (tmp_path / "table.md").read_text()
+    assert table.count("| kernel, ") == 6 and "(present)" not in table and "x |" not in table
+
+
+def test_a_kernel_that_cannot_be_prepared_is_named(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise TypeError("a new signature")
+        yield
+
+    fails.__name__ = "_bias_gelu"
+    monkeypatch.setattr(launches, "_bias_gelu", fails)
+    with pytest.raises(RuntimeError, match="bias_gelu, 16,384 tokens: TypeError: a new signature"):
+        on_cpu(tmp_path)
+    assert "| kernel, 8,192 tokens" in (tmp_path / "table.md").read_text()
 
 
 def test_the_table_compares_with_the_present_way(tmp_path: Path) -> None:
@@ -90,9 +141,12 @@ def test_without_a_gpu_there_is_nothing_to_try(tmp_path: Path, capsys: pytest.Ca
 @needs_cuda_13
 def test_all_ways_on_the_gpu_that_is_not_there(tmp_path: Path) -> None:
     """They compile and are launched, if nothing is computed: no way is left out."""
-    done = on_null_gpu(
-        "-m", "benchmarks.run", "launches", "--repetitions", "1", "--batches", "1", "--out", str(tmp_path)
+    code = (
+        "from benchmarks import launches, run\n"
+        "launches._same = lambda *_: True\n"  # nothing is computed there
+        f"run.main(['launches', '--repetitions', '1', '--batches', '1', '--out', {str(tmp_path)!r}])"
     )
+    done = on_null_gpu("-c", code)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

@@ -139,10 +139,9 @@ def _attentions_of_mpnet(module: torch.nn.Module) -> list[torch.nn.Module]:
     stack = stack_of(module)
     if stack is None or module.config.model_type not in MPNET:
         return []
-    around = [layer.attention for layer in layers_of(stack)]
-    return [
-        m for m in around if not isinstance(m, _FusedAttention) and stock_forward(m) and _known(m.dropout, m.LayerNorm)
-    ]
+    around = (layer.attention for layer in layers_of(stack) if not isinstance(layer.attention, _FusedAttention))
+    own = (m for m in around if "forward" not in vars(m) and stock_forward(m))
+    return [m for m in own if _known(m.dropout, m.LayerNorm)]
 
 
 def _known(dropout: torch.nn.Module | None, *norms: torch.nn.Module | None) -> bool:

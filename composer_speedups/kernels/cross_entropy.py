@@ -151,28 +151,39 @@ def _held(x: torch.Tensor, cols: int) -> dict[str, int | bool]:
     return {"HELD": max(1, cols // (32 * _WARPS)), "NEIGHBOURS": False}
 
 
+def forward(x: torch.Tensor, labels: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of `x`, which is contiguous: its loss, and log(sum(exp(x))), both 0 where it is ignored."""
+    rows, vocabulary = x.shape
+    loss = torch.empty(rows, dtype=torch.float32, device=x.device)
+    lse, cols = torch.empty_like(loss), _cols(vocabulary)
+    if rows:
+        with on_device(x.device):
+            _forward_kernel[(rows,)](
+                x, labels, loss, lse, x.stride(0), vocabulary, ignored, COLS=cols, **_held(x, cols), num_warps=_WARPS
+            )
+    return loss, lse
+
+
+def backward(
+    x: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, scale: torch.Tensor, ignored: int, dx: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of `x` into `dx`, which may be `x`; `scale`: one float32 number, what each loss counts for."""
+    rows, vocabulary = x.shape
+    cols, strides = _cols(vocabulary), (x.stride(0), dx.stride(0))
+    if rows:
+        with on_device(x.device):
+            _backward_kernel[(rows,)](
+                x, labels, lse, scale, dx, *strides, vocabulary, ignored, COLS=cols, num_warps=_WARPS
+            )
+    return dx
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, ignored, reuse):
         x = logits if logits.stride(1) == 1 else logits.contiguous()
         labels = labels.contiguous()
-        rows, vocabulary = x.shape
-        loss = torch.empty(rows, dtype=torch.float32, device=x.device)
-        lse = torch.empty_like(loss)
-        if rows:
-            with on_device(x.device):
-                _forward_kernel[(rows,)](
-                    x,
-                    labels,
-                    loss,
-                    lse,
-                    x.stride(0),
-                    vocabulary,
-                    ignored,
-                    COLS=_cols(vocabulary),
-                    **_held(x, _cols(vocabulary)),
-                    num_warps=_WARPS,
-                )
+        loss, lse = forward(x, labels, ignored)
         counted = (labels != ignored).sum()
         ctx.save_for_backward(x, labels, lse, counted)
         ctx.options = (ignored, reuse)
@@ -183,22 +194,6 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):
         x, labels, lse, counted = ctx.saved_tensors
         ignored, reuse = ctx.options
-        rows, vocabulary = x.shape
         scale = (gradient / counted).to(torch.float32).reshape(1)
         dx = x if reuse else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if rows:
-            with on_device(x.device):
-                _backward_kernel[(rows,)](
-                    x,
-                    labels,
-                    lse,
-                    scale,
-                    dx,
-                    x.stride(0),
-                    dx.stride(0),
-                    vocabulary,
-                    ignored,
-                    COLS=_cols(vocabulary),
-                    num_warps=_WARPS,
-                )
-        return dx, None, None, None
+        return backward(x, labels, lse, scale, ignored, dx), None, None, None

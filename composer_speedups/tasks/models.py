@@ -255,7 +255,8 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
         )
     room = getattr(config, "max_position_embeddings", None)
     if room is not None and config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
-        room -= config.pad_token_id + 1  # their positions start behind the padding id
+        padding = 1 if config.model_type == "mpnet" else config.pad_token_id  # MPNet's embeddings have it in their code
+        room -= padding + 1  # their positions start behind the padding id
     if room is not None and task.max_length > room:
         raise TaskError(
             f"max_length {task.max_length} exceeds the {room} positions of model {spec.name!r}: lower task.max_length"

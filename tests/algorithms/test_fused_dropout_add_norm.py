@@ -342,6 +342,15 @@ def test_refused_where_there_is_no_kernel(monkeypatch) -> None:
     assert not any(isinstance(m, module._FusedEnd) for m in model.modules())
 
 
+def test_what_is_around_an_attention_may_have_a_forward_of_its_own() -> None:
+    """As Accelerate's hooks give it one: an instance's, which would never reach what is mixed into the class."""
+    model = bert(family="MPNet")
+    around = model.mpnet.encoder.layer[0].attention
+    around.forward = around.forward
+    assert apply_fused_dropout_add_norm(model) == 3
+    assert type(around.LayerNorm) is torch.nn.LayerNorm
+
+
 def test_warns_when_nothing_to_replace(make_trainer) -> None:
     model = ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
     with pytest.warns(NoEffectWarning, match="no block in the model ends in dropout"):

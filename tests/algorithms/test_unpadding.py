@@ -24,6 +24,7 @@ from composer_speedups import (
     packed_bert,
     packed_distilbert,
     packed_encoder,
+    packed_mpnet,
 )
 from composer_speedups.algorithms import unpadding
 from composer_speedups.errors import ConflictError
@@ -158,6 +159,37 @@ def test_rows_longer_than_a_deberta_has_positions(subset: bool) -> None:
     fast = copy.deepcopy(stock)
     assert apply_unpadding(fast) == 2 and (not subset or apply_last_layer_subset(fast) == 1)
     compare(stock, fast, "ForSequenceClassification", batch("ForSequenceClassification"))
+
+
+@pytest.mark.parametrize("pooler", [True, False])
+def test_mpnets_tuple_has_a_place_for_its_pooler(pooler: bool) -> None:
+    stock = transformers.MPNetModel(make("MPNet").config, add_pooling_layer=pooler).double().eval()
+    fast, inputs = copy.deepcopy(stock), batch("Model", FAMILIES["MPNet"])
+    apply_unpadding(fast)
+    expected, found = (model(**inputs, return_dict=False) for model in (stock, fast))
+    assert len(found) == len(expected) == 2 and (found[1] is None) == (expected[1] is None) == (not pooler)
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_mpnets_layer_takes_its_bias_by_name_and_by_place(unpadded: bool) -> None:
+    from composer_speedups.compat import MPNET_AFTER_MASK
+
+    model = make("MPNet").eval()
+    apply_last_layer_subset(model)
+    if unpadded:
+        apply_unpadding(model, multiple_of=1)
+        mask = Packing.of(torch.ones(2, 5), [5, 5])
+        mask = mask._replace(places=packed_mpnet._places(64, torch.device("cpu")))
+        hidden, bias = torch.randn(10, 32).double(), torch.randn(4, 32).double()
+    else:
+        mask, hidden, bias = None, torch.randn(2, 5, 32).double(), torch.randn(2, 4, 5, 5).double()
+    layer = model.mpnet.encoder.layer[-1]
+    for layer.first_only in (True, False):
+        before = [None] * MPNET_AFTER_MASK.index("position_bias")
+        out = layer(hidden, mask, position_bias=bias)[0]
+        for given in ((*before, bias), (*before, bias, False)):
+            assert torch.equal(layer(hidden, mask, *given)[0], out)
+        assert not torch.equal(layer(hidden, mask, position_bias=bias * 2)[0], out)
 
 
 def test_debertas_stack_is_called_whoever_listens() -> None:

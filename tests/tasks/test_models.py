@@ -194,12 +194,17 @@ def test_a_bad_configuration_is_one_clear_error(config: dict, message: str):
     one_line(error)
 
 
-def test_positions_of_roberta_start_behind_the_padding_id():
-    spec = ModelSpec(name="roberta-base", pretrained=False, config=TINY | {"max_position_embeddings": 17})
-    model, task = built(spec)  # 16 tokens and one place for padding
-    model(**task.collate_train([task.train[0]]))
+@pytest.mark.parametrize(("name", "more"), [("roberta-base", 1), ("microsoft/mpnet-base", 2)])
+def test_positions_may_start_behind_the_padding_id(name: str, more: int):
+    """RoBERTa's behind the tokenizer's padding id, 0 here, MPNet's behind 1 whatever that is."""
+    spec = ModelSpec(name=name, pretrained=False, config=TINY | {"max_position_embeddings": 16 + more})
+    model, task = built(spec)
+    full = task.collate_train([task.train[0]])
+    full["input_ids"].fill_(7)
+    model(**full | {"attention_mask": torch.ones_like(full["input_ids"])})
+    assert full["input_ids"].shape[1] == 16
     with pytest.raises(TaskError, match="exceeds the 15 positions"):
-        built(spec.model_copy(update={"config": TINY | {"max_position_embeddings": 16}}))
+        built(spec.model_copy(update={"config": TINY | {"max_position_embeddings": 15 + more}}))
 
 
 @pytest.mark.parametrize("config", [{"hidden_size": 32}, {"num_hidden_layers": 2}, {"vocab_size": 272}], ids=str)
