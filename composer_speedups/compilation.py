@@ -12,6 +12,7 @@ import sysconfig
 from concurrent.futures import TimeoutError as WorkersLate
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,13 +106,19 @@ def use_cache(cache_dir: str) -> None:
     functorch.enable_autograd_cache = True
 
 
-def prepare_inductor() -> None:
-    """What Inductor needs once in a process, after its cache folder is chosen and before it compiles anything."""
+def prepare_inductor(block: bool = False) -> dict[str, Any]:
+    """What Inductor needs once in a process, after its cache folder is chosen and before it compiles anything.
+
+    Returns options for `torch.compile`, for graphs of one `block` of a model.
+    """
     _end_workers_well()
     if torch.cuda.is_available():
         _start_workers()
+    elif block:
+        return inductor_cpp.one_file_per_graph()
     else:
         inductor_cpp.prepare()
+    return {}
 
 
 def _start_workers() -> None:

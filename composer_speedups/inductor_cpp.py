@@ -1,4 +1,4 @@
-"""Inductor's first compilation on CPUs, sooner: no probes of what is known, and the headers parsed once.
+"""Inductor's first compilation on CPUs, sooner: no probes of what is known, headers parsed once, one file per graph.
 
 With an empty cache Inductor asks for each vector instruction set, by compiling a test that includes PyTorch's headers
 and loading it in a new Python process that imports PyTorch: seconds each, and half of them again in each later
@@ -10,8 +10,14 @@ Then each kernel is a C++ file of its own that begins with the same header, and 
 that header. GCC takes `name.h.gch` beside `name.h` if the flags agree, and ignores it if they do not; it is
 made in the background while the model is being prepared. From 2.8 on PyTorch precompiles by itself.
 
+What the header leaves open GCC works out anew for each kernel, half of what is left. Inductor can also write all
+kernels of a graph, and the code that calls them, into one file (`cpp_wrapper`). That has headers of its own, and reads
+them all in turn: here both sets are one precompiled header. It needs 4 s of one core for the two graphs of a BERT
+block, where a file for each kernel needs 13 s that are spread over the cores. So it is for few cores, and for graphs of
+a block: for a whole model the compiler would have one core's work of a minute and a half.
+
 The code that runs is the same. What it saves is in benchmarks/results/2026-11-22_cpu_compiling_3 and, with AMX,
-2026-11-24_cpu_amx_compiling.
+2026-11-24_cpu_amx_compiling, both before graphs had one file, and with it in 2026-11-25_cpu_compiling_4.
 """
 
 from __future__ import annotations
@@ -32,11 +38,12 @@ import torch
 
 from composer_speedups.compat import INDUCTOR_PRECOMPILES
 
-__all__ = ["prepare"]
+__all__ = ["one_file_per_graph", "prepare"]
 
 log = logging.getLogger("composer_speedups")
 
 _CAPABILITIES = {"AVX512": 512, "AVX2": 256}  # PyTorch's names: bits
+_FEW_CORES = 3  # with more, a file for each kernel is compiled sooner than one for the graph
 
 
 def prepare() -> threading.Thread | None:
@@ -45,14 +52,42 @@ def prepare() -> threading.Thread | None:
     Call it after the cache folder is chosen, and before anything is compiled. Without a compiler, on other CPUs or
     systems, and where the user has said something about it, nothing is done.
     """
-    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
+    if not _hastens():
         return None
     try:
         _trust_the_instructions()
-        return None if INDUCTOR_PRECOMPILES else _precompile()
+        return None if INDUCTOR_PRECOMPILES else _precompile_for_kernels()
     except Exception as error:  # Inductor's own way remains, and its own message where that fails too
         log.info("Inductor's first compilation is not hastened: %s", error)
         return None
+
+
+def one_file_per_graph() -> dict[str, Any]:
+    """As `prepare`, for graphs of one block; return the options of `torch.compile` that make one file of each.
+
+    Without any where that is no gain, or where `TORCHINDUCTOR_CPP_WRAPPER` or Inductor's configuration has decided.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import is_gcc
+
+    decided = config.cpp_wrapper or "TORCHINDUCTOR_CPP_WRAPPER" in os.environ
+    try:
+        if decided or config.compile_threads > _FEW_CORES or not _hastens() or not is_gcc():
+            prepare()
+            return {}
+        _trust_the_instructions()
+        _precompile_for_graphs()
+    except Exception as error:
+        log.info("Inductor's first compilation is not hastened: %s", error)
+        return {}
+    options = {"cpp_wrapper": True}
+    if INDUCTOR_PRECOMPILES:  # it would precompile the half of ours, and wait for that
+        options["cpp_cache_precompile_headers"] = False
+    return options
+
+
+def _hastens() -> bool:
+    return sys.platform.startswith("linux") and platform.machine() == "x86_64"
 
 
 def _trust_the_instructions() -> None:
@@ -82,17 +117,45 @@ def _compiles(isa: Any, code: str) -> bool:
     return subprocess.run(command, input=code.encode(), capture_output=True).returncode == 0
 
 
-def _precompile() -> threading.Thread | None:
+def _precompile_for_kernels() -> threading.Thread | None:
     from torch._inductor.codecache import cpp_prefix_path
+
+    return _precompile(Path(cpp_prefix_path()), include_pytorch=False)  # as `CppPythonBindingsCodeCache` compiles
+
+
+def _precompile_for_graphs() -> threading.Thread | None:
+    """Let graphs begin with a header that has all of theirs and of their kernels, and precompile it."""
+    from torch._inductor import codecache
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+    from torch._inductor.virtualized import V
+
+    if INDUCTOR_PRECOMPILES:
+        kernels = "<torch/csrc/inductor/cpp_prefix.h>"
+    else:
+        kernels = f'"{codecache.cpp_prefix_path()}"'
+    text = f"#include <torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include {kernels}\n"
+    header = Path(codecache.write(text, "h")[1])
+
+    own = getattr(CppWrapperCpu.get_device_include_path, "own", CppWrapperCpu.get_device_include_path)
+
+    def include(device: str) -> str:  # the cache folder may be another, or gone, when a graph is compiled
+        return f'#include "{header}"' if device == "cpu" and not V.graph.aot_mode and header.exists() else own(device)
+
+    include.own = own
+    CppWrapperCpu.get_device_include_path = staticmethod(include)
+    return _precompile(header, include_pytorch=True)  # as `CppWrapperCodeCache` compiles
+
+
+def _precompile(header: Path, include_pytorch: bool) -> threading.Thread | None:
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions, is_gcc
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    header = Path(cpp_prefix_path())
     done = header.with_name(f"{header.name}.gch")
     if done.exists() or not is_gcc():
         return None
-    # As `CppPythonBindingsCodeCache` compiles kernels.
-    options = CppTorchDeviceOptions(include_pytorch=False, shared=True, device_type="cpu", vec_isa=pick_vec_isa())
+    options = CppTorchDeviceOptions(
+        include_pytorch=include_pytorch, shared=True, device_type="cpu", vec_isa=pick_vec_isa()
+    )
     compiler, *words = shlex.split(CppBuilder("header", str(header), options).get_command_line())
     words = words[: words.index("-o")]
     words = [word for word in words if word != "-shared" and not word.startswith(("-l", "-L"))]

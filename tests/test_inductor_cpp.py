@@ -61,22 +61,25 @@ def run(cache: Path, *compile: str, **environment: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def compiler(folder: Path, script: str, name: str = "g++") -> str:
+    tool = folder / name
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    return str(tool)
+
+
 @pytest.mark.parametrize("source", ["nothing", pytest.param("whole", marks=pytest.mark.slow)])
 def test_fewer_probes_the_same_instructions_and_the_precompiled_header(tmp_path: Path, source: str) -> None:
     own = {"OWN_WAY": "1"}
     if source == "nothing":
         # Inductor's own probes compile PyTorch's headers, for each set of instructions anew. That the compiler knows
         # the instructions, and the CPU loads what it made, is seen with nothing to compile, too, in far less time.
-        own["CXX"] = str(tmp_path / "empty_g++")
         empty = 'for a; do shift; case $a in *.cpp) a=/dev/null;; esac; set -- "$@" "$a"; done'
-        Path(own["CXX"]).write_text(f'#!/bin/sh\n{empty}\nexec {GXX} -x c++ "$@"\n')
-        Path(own["CXX"]).chmod(0o755)
+        own["CXX"] = compiler(tmp_path, f'{empty}; exec {GXX} -x c++ "$@"', "empty_g++")
     probed = run(tmp_path / "own_way", **own)
     # `-H` names the files that a compilation reads; one that was precompiled is marked with "!".
-    tool = tmp_path / "g++"
-    tool.write_text(f'#!/bin/sh\nexec {GXX} "$@" -H 2>>{tmp_path}/read\n')
-    tool.chmod(0o755)
-    found = run(tmp_path / "spared", "compile", CXX=str(tool))
+    tool = compiler(tmp_path, f'exec {GXX} "$@" -H 2>>{tmp_path}/read')
+    found = run(tmp_path / "spared", "compile", CXX=tool)
     assert (probed["ok"], found["ok"]) == (None, True)
     assert found["isa"] == probed["isa"]
     assert found["probes"] == 0 < probed["probes"]
@@ -90,11 +93,9 @@ def test_fewer_probes_the_same_instructions_and_the_precompiled_header(tmp_path:
 
 
 def test_a_compiler_without_the_instructions_is_probed(tmp_path: Path) -> None:
-    tool = tmp_path / "g++"
     # Nor does it precompile the header, which takes long and is of no interest here.
-    tool.write_text(f'#!/bin/sh\ncase "$*" in *-mavx*|*c++-header*) exit 1;; esac\nexec {GXX} "$@"\n')
-    tool.chmod(0o755)
-    found = run(tmp_path / "cache", CXX=str(tool))
+    tool = compiler(tmp_path, f'case "$*" in *-mavx*|*c++-header*) exit 1;; esac; exec {GXX} "$@"')
+    found = run(tmp_path / "cache", CXX=tool)
     assert found["ok"] is None
     assert found["probes"] == 0 and "avx" not in found["isa"]  # Inductor's own probes did not compile
 
@@ -113,6 +114,117 @@ def test_nothing_is_left_of_a_compiler_that_fails(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     _write(["/bin/sh", "-c", f"echo whole > {target}.{os.getpid()}"], target)
     assert target.read_text() == "whole\n"
+
+
+BLOCKS = """
+import json, os, sys
+import torch
+from composer_speedups import apply_torch_compile, inductor_cpp
+from composer_speedups.compilation import prepare_inductor, use_cache
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+
+    def forward(self, x):
+        return self.norm(x + torch.nn.functional.gelu(self.inner(x)).softmax(-1))
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(Block() for _ in range(3)))
+exact = torch.nn.Sequential(*(Block() for _ in range(3))).double()
+exact.load_state_dict(model.state_dict())
+use_cache(sys.argv[1])
+options = prepare_inductor(block=True)
+for thread in inductor_cpp.threading.enumerate():
+    if thread.name == "precompiled-header":
+        thread.join()
+apply_torch_compile(model, scope="block")
+differ = 0
+if "compile" in sys.argv:
+    x = torch.randn(8, 64, requires_grad=True)  # as for all blocks but the first otherwise: one graph for all
+    results = []
+    for which, inputs in ((model, x), (exact, x.double())):
+        outputs = which(inputs)
+        outputs.pow(3).sum().backward()
+        results.append([outputs.detach(), *(p.grad for p in which.parameters())])
+    differ = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results))
+print(json.dumps({"options": options, "differ": differ}))
+"""
+
+
+def blocks(cache: Path, *compile: str, **environment: str) -> dict:
+    own = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CPP_WRAPPER"}
+    full = own | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS, str(cache), *compile], env=full, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_on_few_cores_a_graph_of_a_block_is_one_file_with_one_precompiled_header(tmp_path: Path) -> None:
+    tool = compiler(tmp_path, f'exec {GXX} "$@" -H 2>>{tmp_path}/read')
+    found = blocks(tmp_path / "cache", "compile", CXX=tool)
+    assert found["options"]["cpp_wrapper"] is True
+    assert found["differ"] < 1e-5  # float32 against float64, sums of 64 and 512
+    assert len(list((tmp_path / "cache").glob("*/*.so"))) == 2  # forward and backward
+    (header,) = (tmp_path / "cache").glob("*/*.gch")
+    read = (tmp_path / "read").read_text().splitlines()
+    assert read.count(f"! {header}") == 2
+    assert not any(line.endswith("cpp_wrapper/cpu.h") for line in read[read.index(f"! {header}") :])
+
+
+def test_when_and_with_which_header_graphs_are_one_file(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+from composer_speedups.compilation import use_cache
+from composer_speedups.inductor_cpp import one_file_per_graph
+from torch._inductor import config, cpp_builder
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+from torch._inductor.virtualized import V
+
+def included(device="cpu", aot_mode=False):
+    with V.set_graph_handler(SimpleNamespace(aot_mode=aot_mode)):
+        return CppWrapperCpu.get_device_include_path(device).split("#include ")[1].strip('"<>')
+
+own = [included(), included("cuda"), included(aot_mode=True)]
+headers = []
+for folder in sys.argv[1:]:
+    use_cache(folder)
+    assert one_file_per_graph()["cpp_wrapper"]
+    headers.append(Path(included()))
+    assert headers[-1].is_relative_to(folder) and own[0] in headers[-1].read_text()
+    assert [included("cuda"), included(aot_mode=True)] == own[1:]
+headers[0].unlink()
+assert included() == str(headers[1])
+headers[1].unlink()  # the folder was emptied
+assert included() == own[0]
+
+for said in "01":
+    with patch.dict(os.environ, TORCHINDUCTOR_CPP_WRAPPER=said):
+        assert one_file_per_graph() == {}
+for changes in ({"cpp_wrapper": True}, {"compile_threads": 4}):
+    with config.patch(changes):
+        assert one_file_per_graph() == {}
+for name in ("clang++", "nothing"):
+    cpp_builder.is_gcc.cache_clear()
+    with config.patch({"cpp.cxx": (None, name)}):
+        assert one_file_per_graph() == {}
+"""
+    compiler(tmp_path, f'exec {GXX} "$@"', "clang++")
+    own = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CPP_WRAPPER"}
+    full = own | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    # No header is precompiled: that takes long, and is of no interest here.
+    full["CXX"] = compiler(tmp_path, f'case "$*" in *c++-header*) exit 1;; esac; exec {GXX} "$@"')
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "one"), str(tmp_path / "two")],
+        env=full, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-4000:]
 
 
 def _umask() -> int:

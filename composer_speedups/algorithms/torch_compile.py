@@ -80,10 +80,14 @@ def apply_torch_compile(
         targets = _callables(model)
     if cache_dir is not None:
         use_cache(cache_dir)
+    arguments: dict[str, Any] = {"backend": backend, "mode": mode, "dynamic": dynamic, "fullgraph": fullgraph}
     if targets and backend == "inductor":
-        prepare_inductor()
+        plain = mode in (None, "default")  # a mode is a set of options, and torch.compile takes one of both
+        options = prepare_inductor(block=scope == "block" and plain)
+        if options:
+            arguments |= {"mode": None, "options": options}
     for module in targets:
-        _compile(module, backend=backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph)
+        _compile(module, **arguments)
     return len(targets)
 
 

@@ -300,10 +300,10 @@ from composer_speedups.algorithms.torch_compile import apply_torch_compile
 from composer_speedups.compilation import compile_statistics
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
-x = torch.randn(4, 8)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)))
+x = torch.randn(4, 8, requires_grad=True)
 eager = model(x)
-apply_torch_compile(model, cache_dir=sys.argv[1])
+apply_torch_compile(model, scope=sys.argv[2], cache_dir=sys.argv[1])
 compiled = model(x)
 compiled.sum().backward()
 error = (compiled - eager).abs().max().item()
@@ -313,11 +313,12 @@ print(json.dumps(compile_statistics() | {"error": error}))
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_inductor_agrees_and_a_second_process_finds_its_code(tmp_path) -> None:
+@pytest.mark.parametrize("scope", SCOPES)
+def test_inductor_agrees_and_a_second_process_finds_its_code(tmp_path, scope: str) -> None:
     results = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", CACHED, str(tmp_path / "cache")], capture_output=True, text=True,
+            [sys.executable, "-c", CACHED, str(tmp_path / "cache"), scope], capture_output=True, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
