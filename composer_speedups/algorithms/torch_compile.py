@@ -17,7 +17,10 @@ lengths recompile. Few lengths come from the data: `padding: longest` with `pad_
 **Needs.** For Inductor a C++ compiler and Python's headers on CPU; Triton, a C compiler and compute capability
 7.0 on CUDA. A `cache_dir` holds code that is loaded and run: point it only to folders that you trust. It is
 set for the whole process. `copy.deepcopy` of a compiled module is eager again. Blocks with a hook in them stay as they
-are; PyTorch does not see hooks set later. Without a GPU the first compilation is made shorter: `inductor_cpp.py`.
+are; PyTorch does not see hooks set later. Without a GPU the first compilation is made shorter (`inductor_cpp.py`): on
+few cores blocks go through Inductor's C++ wrapper, which `TORCHINDUCTOR_CPP_WRAPPER=0` turns off. With torch 2.7,
+`scope="block"` and `dynamic=True` a padded BERT without dropout ends in an AssertionError of Dynamo's: leave `dynamic`
+out there.
 
 The evidence counts graphs, graph breaks, recompiles, seconds and cache hits.
 
