@@ -109,13 +109,14 @@ def use_cache(cache_dir: str) -> None:
 def prepare_inductor(block: bool = False) -> dict[str, Any]:
     """What Inductor needs once in a process, after its cache folder is chosen and before it compiles anything.
 
-    Returns options for `torch.compile`, for graphs of one `block` of a model.
+    Returns arguments for `torch.compile`, if there are any for graphs of one `block` of a model.
     """
     _end_workers_well()
     if torch.cuda.is_available():
         _start_workers()
     elif block:
-        return inductor_cpp.one_file_per_graph()
+        options = inductor_cpp.one_file_per_graph()
+        return {"options": options} if options else {}
     else:
         inductor_cpp.prepare()
     return {}

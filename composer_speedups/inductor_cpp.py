@@ -15,6 +15,7 @@ kernels of a graph, and the code that calls them, into one file (`cpp_wrapper`).
 them all in turn: here both sets are one precompiled header. It needs 4 s of one core for the two graphs of a BERT
 block, where a file for each kernel needs 13 s that are spread over the cores. So it is for few cores, and for graphs of
 a block: for a whole model the compiler would have one core's work of a minute and a half.
+`TORCHINDUCTOR_CPP_WRAPPER=0` turns it off.
 
 The code that runs is the same. What it saves is in benchmarks/results/2026-11-22_cpu_compiling_3 and, with AMX,
 2026-11-24_cpu_amx_compiling, both before graphs had one file, and with it in 2026-11-25_cpu_compiling_4.

@@ -135,7 +135,7 @@ model = torch.nn.Sequential(*(Block() for _ in range(3)))
 exact = torch.nn.Sequential(*(Block() for _ in range(3))).double()
 exact.load_state_dict(model.state_dict())
 use_cache(sys.argv[1])
-options = prepare_inductor(block=True)
+options = prepare_inductor(block=True)["options"]
 for thread in inductor_cpp.threading.enumerate():
     if thread.name == "precompiled-header":
         thread.join()

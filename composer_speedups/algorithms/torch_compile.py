@@ -17,10 +17,7 @@ lengths recompile. Few lengths come from the data: `padding: longest` with `pad_
 **Needs.** For Inductor a C++ compiler and Python's headers on CPU; Triton, a C compiler and compute capability
 7.0 on CUDA. A `cache_dir` holds code that is loaded and run: point it only to folders that you trust. It is
 set for the whole process. `copy.deepcopy` of a compiled module is eager again. Blocks with a hook in them stay as they
-are; PyTorch does not see hooks set later. Without a GPU the first compilation is made shorter (`inductor_cpp.py`): on
-few cores blocks go through Inductor's C++ wrapper, which `TORCHINDUCTOR_CPP_WRAPPER=0` turns off. With torch 2.7,
-`scope="block"` and `dynamic=True` a padded BERT without dropout ends in an AssertionError of Dynamo's: leave `dynamic`
-out there.
+are; PyTorch does not see hooks set later. Without a GPU the first compilation is made shorter: `inductor_cpp.py`.
 
 The evidence counts graphs, graph breaks, recompiles, seconds and cache hits.
 
@@ -83,14 +80,10 @@ def apply_torch_compile(
         targets = _callables(model)
     if cache_dir is not None:
         use_cache(cache_dir)
-    arguments: dict[str, Any] = {"backend": backend, "mode": mode, "dynamic": dynamic, "fullgraph": fullgraph}
-    if targets and backend == "inductor":
-        plain = mode in (None, "default")  # a mode is a set of options, and torch.compile takes one of both
-        options = prepare_inductor(block=scope == "block" and plain)
-        if options:
-            arguments |= {"mode": None, "options": options}
+    block = scope == "block" and mode in (None, "default")  # torch.compile takes a mode or options, not both
+    how = (prepare_inductor(block) if targets and backend == "inductor" else {}) or {"mode": mode}
     for module in targets:
-        _compile(module, **arguments)
+        _compile(module, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **how)
     return len(targets)
 
 
