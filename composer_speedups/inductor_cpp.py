@@ -12,12 +12,11 @@ made in the background while the model is being prepared. From 2.8 on PyTorch pr
 
 What the header leaves open GCC works out anew for each kernel, half of what is left. Inductor can also write all
 kernels of a graph, and the code that calls them, into one file (`cpp_wrapper`). That has headers of its own, and reads
-them all in turn: here both sets are one precompiled header. It needs 4 s of one core for the two graphs of a BERT
-block, where a file for each kernel needs 13 s that are spread over the cores. So it is for few cores, and for graphs of
-a block: for a whole model the compiler would have one core's work of a minute and a half.
+them all in turn: here both sets are one precompiled header. That is less work, but of one core, where files of kernels
+are spread over the cores. So it is for few cores, and for graphs of a block: those of a whole model are too long.
 `TORCHINDUCTOR_CPP_WRAPPER=0` turns it off.
 
-The code that runs is the same. What it saves is in benchmarks/results/2026-11-22_cpu_compiling_3 and, with AMX,
+The kernels that run are the same. What it saves is in benchmarks/results/2026-11-22_cpu_compiling_3 and, with AMX,
 2026-11-24_cpu_amx_compiling, both before graphs had one file, and with it in 2026-11-25_cpu_compiling_4.
 """
 
@@ -68,11 +67,11 @@ def one_file_per_graph() -> dict[str, Any]:
 
     Without any where that is no gain, or where `TORCHINDUCTOR_CPP_WRAPPER` or Inductor's configuration has decided.
     """
-    from torch._inductor import config
-    from torch._inductor.cpp_builder import is_gcc
-
-    decided = config.cpp_wrapper or "TORCHINDUCTOR_CPP_WRAPPER" in os.environ
     try:
+        from torch._inductor import config
+        from torch._inductor.cpp_builder import is_gcc
+
+        decided = config.cpp_wrapper or "TORCHINDUCTOR_CPP_WRAPPER" in os.environ
         if decided or config.compile_threads > _FEW_CORES or not _hastens() or not is_gcc():
             prepare()
             return {}

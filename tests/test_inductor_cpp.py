@@ -51,14 +51,17 @@ print(json.dumps({
 """
 
 
-def run(cache: Path, *compile: str, **environment: str) -> dict:
-    own = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_VEC_ISA_OK"}
+def python(code: str, *arguments: str | Path, **environment: str) -> str:
+    decided = ("TORCHINDUCTOR_VEC_ISA_OK", "TORCHINDUCTOR_CPP_WRAPPER")
+    own = {name: value for name, value in os.environ.items() if name not in decided}
     full = own | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(cache), *compile], env=full, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=full, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def run(cache: Path, *compile: str, **environment: str) -> dict:
+    return json.loads(python(SCRIPT, cache, *compile, **environment).splitlines()[-1])
 
 
 def compiler(folder: Path, script: str, name: str = "g++") -> str:
@@ -117,7 +120,7 @@ def test_nothing_is_left_of_a_compiler_that_fails(tmp_path: Path) -> None:
 
 
 BLOCKS = """
-import json, os, sys
+import json, sys
 import torch
 from composer_speedups import apply_torch_compile, inductor_cpp
 from composer_speedups.compilation import prepare_inductor, use_cache
@@ -140,32 +143,20 @@ for thread in inductor_cpp.threading.enumerate():
     if thread.name == "precompiled-header":
         thread.join()
 apply_torch_compile(model, scope="block")
-differ = 0
-if "compile" in sys.argv:
-    x = torch.randn(8, 64, requires_grad=True)  # as for all blocks but the first otherwise: one graph for all
-    results = []
-    for which, inputs in ((model, x), (exact, x.double())):
-        outputs = which(inputs)
-        outputs.pow(3).sum().backward()
-        results.append([outputs.detach(), *(p.grad for p in which.parameters())])
-    differ = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results))
+x = torch.randn(8, 64, requires_grad=True)  # as for all blocks but the first otherwise: one graph for all
+results = []
+for which, inputs in ((model, x), (exact, x.double())):
+    outputs = which(inputs)
+    outputs.pow(3).sum().backward()
+    results.append([outputs.detach(), *(p.grad for p in which.parameters())])
+differ = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results))
 print(json.dumps({"options": options, "differ": differ}))
 """
 
 
-def blocks(cache: Path, *compile: str, **environment: str) -> dict:
-    own = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CPP_WRAPPER"}
-    full = own | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKS, str(cache), *compile], env=full, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_on_few_cores_a_graph_of_a_block_is_one_file_with_one_precompiled_header(tmp_path: Path) -> None:
     tool = compiler(tmp_path, f'exec {GXX} "$@" -H 2>>{tmp_path}/read')
-    found = blocks(tmp_path / "cache", "compile", CXX=tool)
+    found = json.loads(python(BLOCKS, tmp_path / "cache", CXX=tool).splitlines()[-1])
     assert found["options"]["cpp_wrapper"] is True
     assert found["differ"] < 1e-5  # float32 against float64, sums of 64 and 512
     assert len(list((tmp_path / "cache").glob("*/*.so"))) == 2  # forward and backward
@@ -216,15 +207,10 @@ for name in ("clang++", "nothing"):
         assert one_file_per_graph() == {}
 """
     compiler(tmp_path, f'exec {GXX} "$@"', "clang++")
-    own = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CPP_WRAPPER"}
-    full = own | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     # No header is precompiled: that takes long, and is of no interest here.
-    full["CXX"] = compiler(tmp_path, f'case "$*" in *c++-header*) exit 1;; esac; exec {GXX} "$@"')
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "one"), str(tmp_path / "two")],
-        env=full, capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-4000:]
+    tool = compiler(tmp_path, f'case "$*" in *c++-header*) exit 1;; esac; exec {GXX} "$@"')
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert python(code, tmp_path / "one", tmp_path / "two", CXX=tool, PATH=path) == ""
 
 
 def _umask() -> int:
