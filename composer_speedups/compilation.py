@@ -111,6 +111,9 @@ def prepare_inductor(block: bool = False) -> dict[str, Any]:
 
     Returns arguments for `torch.compile`, if there are any for graphs of one `block` of a model.
     """
+    if not torch.accelerator.is_available():
+        # Compile workers are Triton's. On few cores they would import PyTorch beside the compiler, for nothing.
+        os.environ.setdefault("TORCH_WARM_POOL", "0")
     _end_workers_well()
     if torch.cuda.is_available():
         _start_workers()

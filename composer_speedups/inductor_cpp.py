@@ -17,7 +17,7 @@ are spread over the cores. So it is for few cores, and for graphs of a block: th
 `TORCHINDUCTOR_CPP_WRAPPER=0` turns it off.
 
 The kernels that run are the same. What it saves is in benchmarks/results/2026-11-22_cpu_compiling_3 and, with AMX,
-2026-11-24_cpu_amx_compiling, both before graphs had one file, and with it in 2026-11-25_cpu_compiling_4.
+2026-11-24_cpu_amx_compiling, both before graphs had one file, and with it in 2026-11-25_cpu_compiling_5.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ log = logging.getLogger("composer_speedups")
 
 _CAPABILITIES = {"AVX512": 512, "AVX2": 256}  # PyTorch's names: bits
 _FEW_CORES = 3  # with more, a file for each kernel is compiled sooner than one for the graph
+_at_work: dict[Path, threading.Thread] = {}  # by header
 
 
 def prepare() -> threading.Thread | None:
@@ -136,14 +137,25 @@ def _precompile_for_graphs() -> threading.Thread | None:
     text = f"#include <torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include {kernels}\n"
     header = Path(codecache.write(text, "h")[1])
 
-    own = getattr(CppWrapperCpu.get_device_include_path, "own", CppWrapperCpu.get_device_include_path)
+    thread = _precompile(header, include_pytorch=True)  # as `CppWrapperCodeCache` compiles
+    own_include = getattr(CppWrapperCpu.get_device_include_path, "own", CppWrapperCpu.get_device_include_path)
+    own_generate = getattr(CppWrapperCpu.generate, "own", CppWrapperCpu.generate)
 
     def include(device: str) -> str:  # the cache folder may be another, or gone, when a graph is compiled
-        return f'#include "{header}"' if device == "cpu" and not V.graph.aot_mode and header.exists() else own(device)
+        ours = device == "cpu" and not V.graph.aot_mode and header.exists()
+        return f'#include "{header}"' if ours else own_include(device)
 
-    include.own = own
+    def generate(wrapper: CppWrapperCpu, is_inference: bool) -> Any:
+        # The last before the compiler. Most of the header is done by now: the rest of it takes less time than to read
+        # all of it beside the process that precompiles it.
+        if thread is not None:
+            thread.join()
+        return own_generate(wrapper, is_inference)
+
+    include.own, generate.own = own_include, own_generate
     CppWrapperCpu.get_device_include_path = staticmethod(include)
-    return _precompile(header, include_pytorch=True)  # as `CppWrapperCodeCache` compiles
+    CppWrapperCpu.generate = generate
+    return thread
 
 
 def _precompile(header: Path, include_pytorch: bool) -> threading.Thread | None:
@@ -151,6 +163,8 @@ def _precompile(header: Path, include_pytorch: bool) -> threading.Thread | None:
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     done = header.with_name(f"{header.name}.gch")
+    if header in _at_work and _at_work[header].is_alive():  # for another model of this process
+        return _at_work[header]
     if done.exists() or not is_gcc():
         return None
     options = CppTorchDeviceOptions(
@@ -163,6 +177,7 @@ def _precompile(header: Path, include_pytorch: bool) -> threading.Thread | None:
         target=_write, args=([compiler, "-x", "c++-header", *words], done), daemon=True, name="precompiled-header"
     )
     thread.start()
+    _at_work[header] = thread
     return thread
 
 

@@ -16,7 +16,7 @@ from composer.models import ComposerClassifier, HuggingFaceModel
 from small import BatchDataset, bert_config, padded_batch
 
 from composer_speedups import TorchCompile, apply_torch_compile, registry
-from composer_speedups.compat import compile_counters
+from composer_speedups.compat import INDUCTOR_PRECOMPILES, compile_counters
 from composer_speedups.compilation import compile_statistics
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 
@@ -372,6 +372,26 @@ def test_cuda_graphs_with_microbatches_are_refused(mode, kind: str, micro: int |
     wrong = mode in ("reduce-overhead", "max-autotune") and kind == "cuda" and micro == 4
     with pytest.raises(ConflictError, match="microbatches of 4") if wrong else nullcontext():
         train()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator the workers have work")
+@pytest.mark.skipif(INDUCTOR_PRECOMPILES, reason="versions after 2.7 start them with Triton's first kernel")
+def test_without_an_accelerator_no_compile_workers_are_started():
+    code = """
+import sys
+sys.modules["peft"] = None  # Composer imports it, and it, through others, Inductor
+import psutil, torch
+assert "torch._inductor.async_compile" not in sys.modules  # which starts them
+from composer_speedups.compilation import prepare_inductor
+prepare_inductor()
+x = torch.ones(2, 2)
+assert torch.equal(torch.compile(lambda x: x @ x)(x), 2 * x)  # nothing for a compiler to do
+print([" ".join(p.cmdline()[:4]) for p in psutil.Process().children() if "compile_worker" in " ".join(p.cmdline())])
+"""
+    own = {name: value for name, value in os.environ.items() if name != "TORCH_WARM_POOL"}
+    quiet = own | {"PYTHONWARNINGS": "", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, env=quiet)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python before 3.12 starts threads while it ends")
