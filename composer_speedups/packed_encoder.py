@@ -21,7 +21,15 @@ from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
 from composer_speedups.packing import Holed, Packing, counts_of
 
-__all__ = ["PACKED", "PackedAttention", "PackedEncoder", "first_only_as_asked", "for_compiled", "say_once"]
+__all__ = [
+    "PACKED",
+    "PackedAttention",
+    "PackedEncoder",
+    "compiled",
+    "first_only_as_asked",
+    "for_compiled",
+    "say_once",
+]
 
 log = logging.getLogger("composer_speedups")
 
@@ -113,7 +121,12 @@ def first_only_as_asked(stack: torch.nn.Module) -> Iterator[bool]:
 
 def for_compiled(hidden: torch.Tensor, layers: torch.nn.ModuleList) -> torch.Tensor:
     """`hidden` as compiled layers take it: for views or for none. The first would have a graph of its own."""
-    return hidden.clone() if any(layer._compiled_call_impl is not None for layer in layers) else hidden
+    return hidden.clone() if compiled(layers) else hidden
+
+
+def compiled(layers: torch.nn.ModuleList) -> bool:
+    """Whether `TorchCompile(scope="block")` has compiled any of them."""
+    return any(layer._compiled_call_impl is not None for layer in layers)
 
 
 @cache

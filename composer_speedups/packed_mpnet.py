@@ -17,9 +17,9 @@ from transformers.utils import ModelOutput
 
 from composer_speedups.compat import MPNET_AFTER_MASK
 from composer_speedups.kernels.disentangled import Places, in_c
-from composer_speedups.kernels.distance_bias import distance_biased_attention
+from composer_speedups.kernels.distance_bias import distance_biased_attention, padded_bias
 from composer_speedups.packed_bert import PackedBert, pack_masked_head
-from composer_speedups.packed_encoder import PackedAttention, first_only_as_asked
+from composer_speedups.packed_encoder import PackedAttention, compiled, first_only_as_asked
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
 
@@ -70,11 +70,23 @@ class _Stack:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         buckets = torch.arange(_BUCKETS, device=hidden_states.device)
         hidden, table = hidden_states, self.relative_attention_bias(buckets).t()
-        with first_only_as_asked(self):
-            for layer in self.layer:
+        bias = self.bias_for_all(hidden, table, attention_mask)
+        with first_only_as_asked(self) as first_only:
+            for number, layer in enumerate(self.layer, 1):
+                position_bias = table if first_only and number == len(self.layer) else bias
                 # By their order: reentrant checkpointing gives no gradient to what comes by name.
-                hidden = layer(hidden, attention_mask, *[None] * _AT, table)[0]
+                hidden = layer(hidden, attention_mask, *[None] * _AT, position_bias)[0]
         return BaseModelOutput(last_hidden_state=hidden)
+
+    def bias_for_all(self, hidden: torch.Tensor, table: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """`table`, or what it is for padded sequences, of which else each layer would make and keep its own."""
+        device, attention = hidden.device.type, self.layer[0].attention.attn
+        low = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if low else hidden.dtype
+        queries = hidden.new_empty(1, attention.num_attention_heads, attention.attention_head_size, dtype=dtype)
+        if not compiled(self.layer) and in_c(queries, queries, queries):
+            return table
+        return padded_bias(table, packing.places, packing.lengths, dtype)
 
 
 class _Attention(PackedAttention):

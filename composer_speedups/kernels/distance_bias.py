@@ -5,8 +5,9 @@ share. Padded, PyTorch makes it a tensor [rows, heads, length, length], and adds
 the table goes to the pairs of real tokens in a pass of C (`disentangled.c`), the attention of `fused_attention.py`
 adds it to its scores while those are in the cache, and its gradient comes back the same way.
 
-Elsewhere, on CUDA, in other dtypes and without a compiler, sequences are padded again, for
-`scaled_dot_product_attention` with that tensor: the linear layers around it still work on packed tokens.
+Elsewhere, on CUDA, compiled, in other dtypes and without a compiler, sequences are padded again, for
+`scaled_dot_product_attention` with that tensor: the linear layers around it still work on packed tokens. Layers that
+share a table share that tensor, too, if they are given it.
 
 Numerics: in C the table is added to scores in float32; of its gradient a token's share is rounded to the tensors' dtype
 before shares are summed up in float32.
@@ -25,7 +26,7 @@ from composer_speedups.kernels.disentangled import Places, collect, in_c, spread
 from composer_speedups.kernels.fast_dropout import draw_keys
 from composer_speedups.kernels.varlen_attention import Lengths, padded_rows, real_keys
 
-__all__ = ["distance_biased_attention"]
+__all__ = ["distance_biased_attention", "padded_bias"]
 
 Keys = tuple[int, int]
 
@@ -47,6 +48,7 @@ def distance_biased_attention(
         k: the same shape.
         v: the same shape.
         table: [heads, columns]; what is added to a score, by head and by the column that `places` has for its distance.
+            Or what `padded_bias` has made of that, for all layers: then sequences are padded.
         places: of distances among the columns.
         lengths: how many tokens each sequence has.
         dropout_p: 0 outside of training.
@@ -60,15 +62,34 @@ def distance_biased_attention(
     >>> bool(distance_biased_attention(x, x, x, torch.zeros(1, 3), places, lengths, 0.0, 0.25).allclose(x))
     True
     """
-    if places.reach < lengths.longest - 1:
-        raise ValueError(f"places reach {places.reach} tokens far, and a sequence has {lengths.longest}")
-    if table.shape != (wanted := (q.shape[1], places.used[1] - places.used[0])):
-        raise ValueError(f"table must be {wanted}, heads and columns, not {tuple(table.shape)}")
+    if table.dim() == 4:
+        return _padded(q, k, v, table, lengths, dropout_p, scale)
+    _check_table(table, q.shape[1], places, lengths)
     if not in_c(q, k, v):
-        return _padded(q, k, v, table, places, lengths, dropout_p, scale)
+        return _padded(q, k, v, padded_bias(table, places, lengths, q.dtype), lengths, dropout_p, scale)
     seeds = draw_keys() if dropout_p else (0, 0)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, table))
     return _Biased.apply(q, k, v, table, places, lengths.host.tolist(), seeds, dropout_p, scale, differentiable)
+
+
+def padded_bias(table: torch.Tensor, places: Places, lengths: Lengths, dtype: torch.dtype) -> torch.Tensor:
+    """[sequences, heads, longest, longest] of `dtype`: the table's number for each pair, -inf for keys of the padding.
+
+    It takes as much memory as the scores of a layer. Arguments as of `distance_biased_attention`.
+
+    >>> places = Places(torch.tensor([0, 1, 2], dtype=torch.int32), 1, (0, 3))
+    >>> padded_bias(torch.tensor([[1.0, 2.0, 3.0]]), places, Lengths.of([2, 1]), torch.float32).tolist()
+    [[[[2.0, 1.0], [3.0, 2.0]]], [[[2.0, -inf], [3.0, -inf]]]]
+    """
+    _check_table(table, len(table), places, lengths)
+    return table[:, places.of_pairs(lengths.longest)].to(dtype).masked_fill(~real_keys(lengths), -torch.inf)
+
+
+def _check_table(table: torch.Tensor, heads: int, places: Places, lengths: Lengths) -> None:
+    if places.reach < lengths.longest - 1:
+        raise ValueError(f"places reach {places.reach} tokens far, and a sequence has {lengths.longest}")
+    if table.shape != (wanted := (heads, places.used[1] - places.used[0])):
+        raise ValueError(f"table must be {wanted}, heads and columns, not {tuple(table.shape)}")
 
 
 class _Biased(torch.autograd.Function):
@@ -102,9 +123,10 @@ class _Biased(torch.autograd.Function):
         return dq, dk, dv, of_table, *[None] * 6
 
 
-def _padded(q, k, v, table, places: Places, lengths: Lengths, dropout_p: float, scale: float) -> torch.Tensor:
+def _padded(q, k, v, bias: torch.Tensor, lengths: Lengths, dropout_p: float, scale: float) -> torch.Tensor:
     """By PyTorch's operations over padded sequences."""
+    if bias.shape != (wanted := (len(lengths.host), q.shape[1], lengths.longest, lengths.longest)):
+        raise ValueError(f"the padded bias must be {wanted}, sequences, heads and longest, not {tuple(bias.shape)}")
     (pq, at), (pk, _), (pv, _) = (padded_rows(x, lengths) for x in (q, k, v))
-    bias = table[:, places.of_pairs(lengths.longest)].to(q.dtype).masked_fill(~real_keys(lengths), -torch.inf)
-    out = F.scaled_dot_product_attention(pq, pk, pv, bias, dropout_p, scale=scale)
+    out = F.scaled_dot_product_attention(pq, pk, pv, bias.to(q.dtype), dropout_p, scale=scale)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, at)

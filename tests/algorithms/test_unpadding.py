@@ -29,7 +29,7 @@ from composer_speedups import (
 from composer_speedups.algorithms import unpadding
 from composer_speedups.errors import ConflictError
 from composer_speedups.joint_linear import joint_linear
-from composer_speedups.kernels import disentangled, fused_attention
+from composer_speedups.kernels import disentangled, distance_bias, fused_attention
 from composer_speedups.kernels.disentangled import in_c
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over
@@ -190,6 +190,32 @@ def test_mpnets_layer_takes_its_bias_by_name_and_by_place(unpadded: bool) -> Non
         for given in ((*before, bias), (*before, bias, False)):
             assert torch.equal(layer(hidden, mask, *given)[0], out)
         assert not torch.equal(layer(hidden, mask, position_bias=bias * 2)[0], out)
+
+
+@pytest.mark.parametrize(("dtype", "compiled", "made"), [
+    (torch.float64, False, 1), (torch.float32, False, 0), (torch.float32, True, 1),
+], ids=["float64", "C", "compiled"])  # fmt: skip
+def test_mpnets_layers_share_their_padded_bias(monkeypatch, dtype: torch.dtype, compiled: bool, made: int) -> None:
+    if disentangled.native() is None or fused_attention.native(torch.float32) is None:
+        pytest.skip("no compiler, or a CPU without the instructions")
+    calls = []
+    for module in (packed_mpnet, distance_bias):
+        own = module.padded_bias
+        monkeypatch.setattr(module, "padded_bias", lambda *args, own=own: calls.append(args) or own(*args))
+    stock = make("MPNet", hidden_size=64, num_hidden_layers=3).to(dtype)  # heads of a width that C takes
+    fast = copy.deepcopy(stock)
+    assert apply_unpadding(fast) == 3 and apply_last_layer_subset(fast) == 1
+    if compiled:
+        assert apply_torch_compile(fast, scope="block", backend="aot_eager") == 3
+    inputs = batch("ForSequenceClassification", FAMILIES["MPNet"])
+    for model in (stock, fast):
+        model(**inputs).loss.backward()
+    assert len(calls) == made
+    assert not calls or calls[0][3] == dtype
+    close = {torch.float64: dict(rtol=1e-10, atol=1e-10), torch.float32: dict(rtol=1e-3, atol=1e-4)}[dtype]
+    for (name, p), q in zip(stock.named_parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, **close, msg=lambda text, name=name: f"{name}: {text}")
+    torch._dynamo.reset()
 
 
 def test_debertas_stack_is_called_whoever_listens() -> None:

@@ -81,9 +81,18 @@ def test_c_is_as_exact_as_its_roundings_are(by_c, dtype: torch.dtype, p: float) 
 def test_pytorchs_operations_mean_the_same() -> None:
     given = tensors(torch.float64, width=5)
     expected = gradients(lambda *x: by_the_book(*x, 0.0), given)
-    padded = lambda *x: module._padded(*x, places(), Lengths.of(LENGTHS), 0.0, SCALE)  # noqa: E731
-    for x, y in zip(gradients(padded, given), expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+    lengths = Lengths.of(LENGTHS)
+
+    def with_the_bias(q, k, v, table: torch.Tensor) -> torch.Tensor:
+        bias = module.padded_bias(table, places(), lengths, torch.float64)
+        return distance_biased_attention(q, k, v, bias, places(), lengths, 0.0, SCALE)
+
+    def with_the_table(*x: torch.Tensor) -> torch.Tensor:  # float64, which is nothing for C
+        return distance_biased_attention(*x, places(), lengths, 0.0, SCALE)
+
+    for attend in (with_the_bias, with_the_table):
+        for x, y in zip(gradients(attend, given), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("frozen", range(4), ids=NAMES)
@@ -140,5 +149,10 @@ def test_errors_name_what_is_wrong(by_c) -> None:
         distance_biased_attention(*given, places(100), Lengths.of(LENGTHS), 0.0, SCALE)
     with pytest.raises(ValueError, match=r"table must be \(3, 24\), .*, not \(3, 23\)"):
         distance_biased_attention(*given[:3], given[3][:, 1:], places(), Lengths.of(LENGTHS), 0.0, SCALE)
+    bias = module.padded_bias(given[3], places(), Lengths.of(LENGTHS), torch.float32)
+    with pytest.raises(ValueError, match=r"padded bias must be \(.*, 3, 130, 130\), .*, not \(.*, 130, 129\)"):
+        distance_biased_attention(*given[:3], bias[..., 1:], places(), Lengths.of(LENGTHS), 0.0, SCALE)
+    with pytest.raises(ValueError, match="reach 100 tokens far"):
+        module.padded_bias(given[3], places(100), Lengths.of(LENGTHS), torch.float32)
     with pytest.raises(ValueError, match="lengths sum to 186, and there are 187 tokens"):
         by_c(*given, lengths=[*LENGTHS[:-1], 129])
