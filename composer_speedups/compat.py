@@ -27,6 +27,7 @@ __all__ = [
     "announce_sdpa",
     "attention_implementation",
     "compile_counters",
+    "keep_module_integers_static",
     "distilbert_attention",
     "lacks_sdpa",
     "layer_result",
@@ -243,6 +244,26 @@ def write_float32_precision(saved: Float32Precision) -> None:
 
 # Whether Inductor precompiles the headers of its C++ kernels by itself: since 2.8.
 INDUCTOR_PRECOMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+def keep_module_integers_static() -> None:
+    """Let Dynamo take integers of modules (a head's width) for constants with `dynamic=True`, too, as newer versions.
+
+    PyTorch 2.7 makes each a symbol, whose guards the cache of compiled graphs may not be able to write down: it ends
+    with "AssertionError: s4 ... not in {s0: ...}".
+    """
+    if INDUCTOR_PRECOMPILES:
+        return
+    from torch._dynamo import utils
+    from torch._dynamo.variables import builder
+
+    own = getattr(utils.is_int_specialization_case, "own", utils.is_int_specialization_case)
+
+    def is_int_specialization_case(value: Any, source: Any) -> bool:
+        return own(value, source) or source.guard_source().is_unspecialized_nn_module()
+
+    is_int_specialization_case.own = own
+    utils.is_int_specialization_case = builder.is_int_specialization_case = is_int_specialization_case
 
 
 @dataclass(frozen=True)

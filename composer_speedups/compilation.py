@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from composer_speedups import inductor_cpp
-from composer_speedups.compat import CompileCounters, compile_counters
+from composer_speedups.compat import CompileCounters, compile_counters, keep_module_integers_static
 from composer_speedups.errors import SpeedUpUnavailable
 
 __all__ = [
@@ -106,11 +106,13 @@ def use_cache(cache_dir: str) -> None:
     functorch.enable_autograd_cache = True
 
 
-def prepare_inductor(block: bool = False) -> dict[str, Any]:
+def prepare_inductor(block: bool = False, dynamic: bool = False) -> dict[str, Any]:
     """What Inductor needs once in a process, after its cache folder is chosen and before it compiles anything.
 
     Returns arguments for `torch.compile`, if there are any for graphs of one `block` of a model.
     """
+    if dynamic:
+        keep_module_integers_static()
     if not torch.accelerator.is_available():
         # Compile workers are Triton's. On few cores they would import PyTorch beside the compiler, for nothing.
         os.environ.setdefault("TORCH_WARM_POOL", "0")

@@ -81,7 +81,7 @@ def apply_torch_compile(
     if cache_dir is not None:
         use_cache(cache_dir)
     block = scope == "block" and mode in (None, "default")  # torch.compile takes a mode or options, not both
-    how = (prepare_inductor(block) if targets and backend == "inductor" else {}) or {"mode": mode}
+    how = (prepare_inductor(block, bool(dynamic)) if targets and backend == "inductor" else {}) or {"mode": mode}
     for module in targets:
         _compile(module, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **how)
     return len(targets)

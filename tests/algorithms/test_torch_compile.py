@@ -374,6 +374,38 @@ def test_cuda_graphs_with_microbatches_are_refused(mode, kind: str, micro: int |
         train()
 
 
+DYNAMIC = """
+import copy, sys, torch, transformers
+from composer_speedups import apply_torch_compile
+from composer_speedups.compilation import compile_statistics
+
+torch.manual_seed(0)
+config = transformers.BertConfig(
+    vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=16,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)
+stock = transformers.BertForSequenceClassification(config)
+model = copy.deepcopy(stock)
+assert apply_torch_compile(model, scope="block", dynamic=True, cache_dir=sys.argv[1]) == 2
+for length in (5, 9):
+    ids, mask = torch.randint(32, (3, length)), torch.ones(3, length, dtype=torch.long)
+    mask[0, 3:] = 0
+    results = []
+    for which in (model, stock):
+        out = which(ids, mask, labels=torch.tensor([0, 1, 0]))
+        results.append((out.logits, *torch.autograd.grad(out.loss, list(which.parameters()))))
+    torch.testing.assert_close(*results)
+print(compile_statistics()["graphs"])
+"""
+
+
+def test_a_modules_integer_is_a_constant_where_sizes_are_dynamic(tmp_path) -> None:
+    """PyTorch 2.7 makes a symbol of a head's width, and cannot write down its guard."""
+    own = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+    done = subprocess.run([sys.executable, "-c", DYNAMIC, str(tmp_path)], capture_output=True, text=True, env=own)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr[-3000:]
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator the workers have work")
 @pytest.mark.skipif(INDUCTOR_PRECOMPILES, reason="versions after 2.7 start them with Triton's first kernel")
 def test_without_an_accelerator_no_compile_workers_are_started():
