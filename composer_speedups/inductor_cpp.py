@@ -14,7 +14,8 @@ What the header leaves open GCC works out anew for each kernel, half of what is 
 kernels of a graph, and the code that calls them, into one file (`cpp_wrapper`). That has headers of its own, and reads
 them all in turn: here both sets are one precompiled header. That is less work, but of one core, where files of kernels
 are spread over the cores. So it is for few cores, and for graphs of a block: those of a whole model are too long.
-`TORCHINDUCTOR_CPP_WRAPPER=0` turns it off.
+`TORCHINDUCTOR_CPP_WRAPPER=0` turns it off: for a block with operators of its own, of which C++ code can call fewer (on
+2.7 none that returns nothing).
 
 The kernels that run are the same. What it saves is in benchmarks/results/2026-11-22_cpu_compiling_3 and, with AMX,
 2026-11-24_cpu_amx_compiling, both before graphs had one file, and with it in 2026-11-25_cpu_compiling_5.
@@ -23,13 +24,17 @@ The kernels that run are the same. What it saves is in benchmarks/results/2026-1
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import threading
+import time
+import uuid
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,6 +49,7 @@ log = logging.getLogger("composer_speedups")
 
 _CAPABILITIES = {"AVX512": 512, "AVX2": 256}  # PyTorch's names: bits
 _FEW_CORES = 3  # with more, a file for each kernel is compiled sooner than one for the graph
+_OLD = 600  # seconds: no header takes as long
 _at_work: dict[Path, threading.Thread] = {}  # by header
 
 
@@ -119,31 +125,44 @@ def _compiles(isa: Any, code: str) -> bool:
 
 
 def _precompile_for_kernels() -> threading.Thread | None:
-    from torch._inductor.codecache import cpp_prefix_path
+    return _precompile(_own_prefix(), _compile_words(include_pytorch=False))  # as `CppPythonBindingsCodeCache` does
 
-    return _precompile(Path(cpp_prefix_path()), include_pytorch=False)  # as `CppPythonBindingsCodeCache` compiles
+
+def _own_prefix() -> Path:
+    """Let kernels begin with a copy of Inductor's header, for this environment alone; return its path."""
+    from torch._inductor import codecache
+
+    own = getattr(codecache.cpp_prefix_path, "own", codecache.cpp_prefix_path)
+    text = Path(codecache.__file__).with_name("codegen").joinpath("cpp_prefix.h").read_text()
+    header = _write_header(text, _compile_words(include_pytorch=False))
+
+    def cpp_prefix_path() -> str:  # the cache folder may be another, or gone, when a kernel is compiled
+        return str(header) if header.exists() else own()
+
+    cpp_prefix_path.own = own
+    codecache.cpp_prefix_path = cpp_prefix_path
+    return header
 
 
 def _precompile_for_graphs() -> threading.Thread | None:
     """Let graphs begin with a header that has all of theirs and of their kernels, and precompile it."""
-    from torch._inductor import codecache
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.virtualized import V
 
-    if INDUCTOR_PRECOMPILES:
-        kernels = "<torch/csrc/inductor/cpp_prefix.h>"
-    else:
-        kernels = f'"{codecache.cpp_prefix_path()}"'
-    text = f"#include <torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include {kernels}\n"
-    header = Path(codecache.write(text, "h")[1])
+    kernels = "<torch/csrc/inductor/cpp_prefix.h>" if INDUCTOR_PRECOMPILES else f'"{_own_prefix()}"'
+    words = _compile_words(include_pytorch=True)  # as `CppWrapperCodeCache` compiles
+    header = _write_header(f"#include <torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include {kernels}\n", words)
 
-    thread = _precompile(header, include_pytorch=True)  # as `CppWrapperCodeCache` compiles
+    thread = _precompile(header, words)
     own_include = getattr(CppWrapperCpu.get_device_include_path, "own", CppWrapperCpu.get_device_include_path)
     own_generate = getattr(CppWrapperCpu.generate, "own", CppWrapperCpu.generate)
 
-    def include(device: str) -> str:  # the cache folder may be another, or gone, when a graph is compiled
-        ours = device == "cpu" and not V.graph.aot_mode and header.exists()
-        return f'#include "{header}"' if ours else own_include(device)
+    def include(device: str) -> str:
+        own = own_include(device)
+        if device != "cpu" or V.graph.aot_mode:
+            return own
+        # Graphs from a cache are compiled elsewhere and later, where that header may not be.
+        return f'#if __has_include("{header}")\n#include "{header}"\n#else\n{own}\n#endif'
 
     def generate(wrapper: CppWrapperCpu, is_inference: bool) -> Any:
         # The last before the compiler. Most of the header is done by now: the rest of it takes less time than to read
@@ -158,24 +177,45 @@ def _precompile_for_graphs() -> threading.Thread | None:
     return thread
 
 
-def _precompile(header: Path, include_pytorch: bool) -> threading.Thread | None:
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions, is_gcc
+def _compile_words(include_pytorch: bool) -> list[str]:
+    """The command that compiles a file on CPUs, without the file's name and without linking."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    options = CppTorchDeviceOptions(
+        include_pytorch=include_pytorch, shared=True, device_type="cpu", vec_isa=pick_vec_isa()
+    )
+    compiler, source, *words = shlex.split(CppBuilder("header", "header.h", options).get_command_line())
+    assert source == "header.h", source
+    words = words[: words.index("-o")]
+    return [compiler, *(word for word in words if word != "-shared" and not word.startswith(("-l", "-L")))]
+
+
+def _write_header(text: str, words: list[str]) -> Path:
+    """Write `text` to a file in Inductor's cache, for this environment alone.
+
+    GCC asks of a precompiled header whether the flags agree and the macros, but not whether it was made from the same
+    files: another version of PyTorch or Python, of which the cache may be the same, would be taken without a word.
+    """
+    from torch._inductor import codecache
+    from torch._inductor.cpp_builder import get_compiler_version_info
+
+    installed = Path(torch.version.__file__).stat().st_mtime_ns
+    environment = (words, get_compiler_version_info(words[0]), torch.version.git_version, installed, sys.version)
+    return Path(codecache.write(text, "h", extra=repr(environment))[1])
+
+
+def _precompile(header: Path, words: list[str]) -> threading.Thread | None:
+    from torch._inductor.cpp_builder import is_gcc
 
     done = header.with_name(f"{header.name}.gch")
     if header in _at_work and _at_work[header].is_alive():  # for another model of this process
         return _at_work[header]
     if done.exists() or not is_gcc():
         return None
-    options = CppTorchDeviceOptions(
-        include_pytorch=include_pytorch, shared=True, device_type="cpu", vec_isa=pick_vec_isa()
-    )
-    compiler, *words = shlex.split(CppBuilder("header", str(header), options).get_command_line())
-    words = words[: words.index("-o")]
-    words = [word for word in words if word != "-shared" and not word.startswith(("-l", "-L"))]
-    thread = threading.Thread(
-        target=_write, args=([compiler, "-x", "c++-header", *words], done), daemon=True, name="precompiled-header"
-    )
+    compiler, *flags = words
+    command = [compiler, "-x", "c++-header", str(header), *flags]
+    thread = threading.Thread(target=_write, args=(command, done), daemon=True, name="precompiled-header")
     thread.start()
     _at_work[header] = thread
     return thread
@@ -183,15 +223,28 @@ def _precompile(header: Path, include_pytorch: bool) -> threading.Thread | None:
 
 def _write(command: list[str], to: Path) -> None:
     """Run `command` with an output beside `to`, and give it that name when it is whole."""
-    part = to.with_name(f"{to.name}.{os.getpid()}")
+    for left in to.parent.glob(f"{to.name}.*"):  # by processes that were killed
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _OLD:
+                left.unlink()
+    part = to.with_name(f"{to.name}.{uuid.uuid4().hex}")
     try:
-        process = subprocess.Popen([*command, "-o", str(part)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, "-o", str(part)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # g++ starts the compiler proper, which must end with it
+        )
     except OSError as error:
         log.info("Inductor's header was not precompiled: %s", error)
         return
+    owner = os.getpid()
 
     def stop() -> None:  # a process that ends sooner leaves nothing behind
-        process.kill()
+        if os.getpid() != owner:  # a fork of it has no say in this
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         part.unlink(missing_ok=True)
 

@@ -7,13 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from composer_speedups.compat import INDUCTOR_PRECOMPILES
-from composer_speedups.inductor_cpp import _write
+from composer_speedups.inductor_cpp import _write, _write_header
 
 GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(
@@ -110,13 +112,80 @@ def test_what_the_user_says_counts(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_compiler_that_fails(tmp_path: Path) -> None:
     target = tmp_path / "header.h.gch"
-    for script in ("echo half > {part}; exit 1", "exit 0"):
-        _write(["/bin/sh", "-c", script.format(part=f"{target}.{os.getpid()}")], target)
+
+    def sh(script: str) -> None:
+        _write(["/bin/sh", "-c", script], target)  # and two arguments more: -o, which is $0, and a file's name
+
+    for script in ("echo half > $1; exit 1", "exit 0"):
+        sh(script)
         assert not list(tmp_path.iterdir())
     _write([str(tmp_path / "no compiler")], target)
     assert not list(tmp_path.iterdir())
-    _write(["/bin/sh", "-c", f"echo whole > {target}.{os.getpid()}"], target)
+    killed, another = (tmp_path / f"header.h.gch.{name}" for name in ("killed", "another"))
+    for path in (killed, another):
+        path.touch()
+    os.utime(killed, (0, time.time() - 3600))
+    sh("echo whole > $1")
     assert target.read_text() == "whole\n"
+    assert {*tmp_path.iterdir()} == {target, another}, "what is new may be another process's"
+
+
+SLOW_COMPILER = """
+import atexit, os, sys, threading, time
+from pathlib import Path
+from composer_speedups.inductor_cpp import _write, _write_header
+folder = Path(sys.argv[1])
+command = ["/bin/sh", "-c", f"echo $$ > {folder}/pid; sleep 1 & wait; echo whole > $1; sleep 60"]
+thread = threading.Thread(target=_write, args=(command, folder / "header.gch"), daemon=True)
+thread.start()
+while not (folder / "pid").exists() or not (folder / "pid").read_text():
+    time.sleep(0.01)
+"""
+
+
+def test_a_fork_leaves_the_compiler_alone(tmp_path: Path) -> None:
+    code = SLOW_COMPILER.replace("; sleep 60", "") + """
+child = os.fork()
+if not child:
+    sys.exit(0)
+thread.join(10)
+print(os.waitpid(child, 0)[1], (folder / "header.gch").read_text())
+"""  # fmt: skip
+    assert python(code, tmp_path, PYTHONWARNINGS="") == "0 whole\n\n"
+
+
+def test_a_process_that_ends_takes_all_of_the_compiler_with_it(tmp_path: Path) -> None:
+    proper = f"{tmp_path}/proper"  # as g++ starts cc1plus
+    os.symlink(shutil.which("sleep"), proper)
+    python(SLOW_COMPILER.replace("sleep 60", f"{proper} 60").replace("sleep 1 & wait; ", ""), tmp_path)
+    deadline = time.monotonic() + 10
+    while any(proper in _command(p) for p in psutil.process_iter()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert {path.name for path in tmp_path.iterdir()} == {"pid", "proper"}
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended meanwhile, or is waited for
+        return []
+
+
+def test_each_environment_has_a_header_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GCC would take one that was made from another PyTorch's or Python's files."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def write(words: tuple[str, ...] = ("g++", "-O3")) -> Path:
+        return _write_header("#include <Python.h>\n", [*words])
+
+    headers = [write(), write(("g++", "-O2"))]
+    for module, name in ((torch.version, "git_version"), (sys, "version")):
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, "another")
+            headers.append(write())
+    assert write() == headers[0] and len({*headers}) == 4
+    assert {path.read_text() for path in headers} == {"#include <Python.h>\n"}
 
 
 BLOCKS = """
@@ -177,20 +246,20 @@ from torch._inductor.virtualized import V
 
 def included(device="cpu", aot_mode=False):
     with V.set_graph_handler(SimpleNamespace(aot_mode=aot_mode)):
-        return CppWrapperCpu.get_device_include_path(device).split("#include ")[1].strip('"<>')
+        return CppWrapperCpu.get_device_include_path(device)
 
 own = [included(), included("cuda"), included(aot_mode=True)]
 headers = []
 for folder in sys.argv[1:]:
     use_cache(folder)
     assert one_file_per_graph()["cpp_wrapper"]
-    headers.append(Path(included()))
+    first, ours, otherwise, last, end = included().splitlines()
+    headers.append(Path(ours.removeprefix('#include "').removesuffix('"')))
     assert headers[-1].is_relative_to(folder) and own[0] in headers[-1].read_text()
+    # A graph out of a cache may be compiled where that header is not.
+    assert (first, otherwise, last, end) == (f'#if __has_include("{headers[-1]}")', "#else", own[0], "#endif")
     assert [included("cuda"), included(aot_mode=True)] == own[1:]
-headers[0].unlink()
-assert included() == str(headers[1])
-headers[1].unlink()  # the folder was emptied
-assert included() == own[0]
+assert headers[0] != headers[1]
 
 for said in "01":
     with patch.dict(os.environ, TORCHINDUCTOR_CPP_WRAPPER=said):

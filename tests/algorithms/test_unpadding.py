@@ -32,7 +32,7 @@ from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels import disentangled, distance_bias, fused_attention
 from composer_speedups.kernels.disentangled import in_c
 from composer_speedups.kernels.per_sequence import served_by
-from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over
+from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over, tie_counts
 
 ROWS, LENGTH = 6, 16
 FAMILIES = {  # and their padding ids
@@ -190,6 +190,16 @@ def test_mpnets_layer_takes_its_bias_by_name_and_by_place(unpadded: bool) -> Non
         for given in ((*before, bias), (*before, bias, False)):
             assert torch.equal(layer(hidden, mask, *given)[0], out)
         assert not torch.equal(layer(hidden, mask, position_bias=bias * 2)[0], out)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "ModernBert"])  # which cannot on transformers 4.53
+def test_shapes_without_numbers(family: str) -> None:
+    model, inputs = make(family, "Model").float(), batch("Model", FAMILIES[family])
+    apply_unpadding(model)
+    counts = count_tokens(inputs["attention_mask"])
+    inputs = {name: x.to("meta") for name, x in inputs.items()}
+    tie_counts(inputs["attention_mask"], counts)
+    assert model.to("meta")(**inputs).last_hidden_state.shape == (ROWS, LENGTH, 32)
 
 
 @pytest.mark.parametrize(("dtype", "compiled", "made"), [
