@@ -81,9 +81,8 @@ class _Stack:
     def bias_for_all(self, hidden: torch.Tensor, table: torch.Tensor, packing: Packing) -> torch.Tensor:
         """`table`, or what it is for padded sequences, of which else each layer would make and keep its own."""
         device, attention = hidden.device.type, self.layer[0].attention.attn
-        known = torch.amp.is_autocast_available(device)  # not for tensors without numbers
-        low = known and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(device) if low else hidden.dtype
+        autocast = device != "meta" and torch.is_autocast_enabled(device)  # that has none
+        dtype = torch.get_autocast_dtype(device) if autocast and hidden.dtype != torch.float64 else hidden.dtype
         queries = hidden.new_empty(1, attention.num_attention_heads, attention.attention_head_size, dtype=dtype)
         if not compiled(self.layer) and in_c(queries, queries, queries):
             return table

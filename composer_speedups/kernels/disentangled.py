@@ -24,10 +24,10 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from composer_speedups.kernels import fused_attention as fused
+from composer_speedups.kernels.biased_attention import attention_with_bias
 from composer_speedups.kernels.fast_dropout import draw_keys
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.tensors import plain, shape_only
@@ -53,9 +53,9 @@ class Places(NamedTuple):
     used: tuple[int, int]
 
     def of_pairs(self, length: int) -> torch.Tensor:
-        """[length, length] int64: of each query, with each key."""
+        """[length, length] int64: of each query, with each key. Beyond `reach`, where padding is, they mean nothing."""
         at = torch.arange(length, device=self.rows.device)
-        return self.rows[at[:, None] - at + self.reach].long()
+        return self.rows[(at[:, None] - at).clamp(-self.reach, self.reach) + self.reach].long()
 
 
 def disentangled_attention(
@@ -223,6 +223,7 @@ def _padded(
     q, k, v, pos_key, pos_query, places: Places, lengths: Lengths, dropout_p: float, scale: float
 ) -> torch.Tensor:
     """By PyTorch's operations over padded sequences."""
+    lengths = lengths.for_bias()
     (pq, at), (pk, _), (pv, _) = (padded_rows(x, lengths) for x in (q, k, v))
     of_query, of_key = (
         None if position is None else x @ position.permute(1, 2, 0) for x, position in ((pq, pos_key), (pk, pos_query))
@@ -230,7 +231,7 @@ def _padded(
     # Scaled one by one, as the model does it: float16 has no room for their sum.
     scaled = (None if x is None else x * scale for x in (of_query, of_key))
     bias = _bias_by_torch(*scaled, places).to(q.dtype).masked_fill(~real_keys(lengths), -torch.inf)
-    out = F.scaled_dot_product_attention(pq, pk, pv, bias, dropout_p, scale=scale)
+    out = attention_with_bias(pq, pk, pv, bias, dropout_p, scale)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
 
 

@@ -19,9 +19,9 @@ https://arxiv.org/abs/2004.09297.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from composer_speedups.kernels import fused_attention as fused
+from composer_speedups.kernels.biased_attention import attention_with_bias
 from composer_speedups.kernels.disentangled import Places, collect, in_c, spread
 from composer_speedups.kernels.fast_dropout import draw_keys
 from composer_speedups.kernels.varlen_attention import Lengths, padded_rows, real_keys
@@ -73,15 +73,18 @@ def distance_biased_attention(
 
 
 def padded_bias(table: torch.Tensor, places: Places, lengths: Lengths, dtype: torch.dtype) -> torch.Tensor:
-    """[sequences, heads, longest, longest] of `dtype`: the table's number for each pair, -inf for keys of the padding.
+    """[sequences, heads, length, length] of `dtype`: the table's number for each pair, -inf for keys of the padding.
 
-    It takes as much memory as the scores of a layer. Arguments as of `distance_biased_attention`.
+    `length` is that of `lengths.for_bias()`. It takes as much memory as the scores of a layer. Arguments as of
+    `distance_biased_attention`.
 
     >>> places = Places(torch.tensor([0, 1, 2], dtype=torch.int32), 1, (0, 3))
-    >>> padded_bias(torch.tensor([[1.0, 2.0, 3.0]]), places, Lengths.of([2, 1]), torch.float32).tolist()
-    [[[[2.0, 1.0], [3.0, 2.0]]], [[[2.0, -inf], [3.0, -inf]]]]
+    >>> bias = padded_bias(torch.tensor([[1.0, 2.0, 3.0]]), places, Lengths.of([2, 1]), torch.float32)
+    >>> bias[:, :, :2, :3].tolist()
+    [[[[2.0, 1.0, -inf], [3.0, 2.0, -inf]]], [[[2.0, -inf, -inf], [3.0, -inf, -inf]]]]
     """
     _check_table(table, len(table), places, lengths)
+    lengths = lengths.for_bias()
     return table[:, places.of_pairs(lengths.longest)].to(dtype).masked_fill(~real_keys(lengths), -torch.inf)
 
 
@@ -125,8 +128,9 @@ class _Biased(torch.autograd.Function):
 
 def _padded(q, k, v, bias: torch.Tensor, lengths: Lengths, dropout_p: float, scale: float) -> torch.Tensor:
     """By PyTorch's operations over padded sequences."""
+    lengths = lengths.for_bias()
     if bias.shape != (wanted := (len(lengths.host), q.shape[1], lengths.longest, lengths.longest)):
-        raise ValueError(f"the padded bias must be {wanted}, sequences, heads and longest, not {tuple(bias.shape)}")
+        raise ValueError(f"the padded bias must be {wanted}, sequences, heads and lengths, not {tuple(bias.shape)}")
     (pq, at), (pk, _), (pv, _) = (padded_rows(x, lengths) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(pq, pk, pv, bias.to(q.dtype), dropout_p, scale=scale)
+    out = attention_with_bias(pq, pk, pv, bias.to(q.dtype), dropout_p, scale)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, at)

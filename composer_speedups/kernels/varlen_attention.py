@@ -25,6 +25,8 @@ from composer_speedups.kernels.per_sequence import per_sequence
 
 __all__ = ["Lengths", "attention_kernel", "padded_rows", "real_keys", "varlen_attention"]
 
+_ALIGNED = 8  # numbers: what the strides of a bias are multiples of
+
 
 class Lengths(NamedTuple):
     """How many tokens each packed sequence has, where whoever asks can read it without waiting.
@@ -52,6 +54,16 @@ class Lengths(NamedTuple):
         if torch.device(device).type == "cuda":
             ends = ends.pin_memory().to(device, non_blocking=True)
         return cls(ends.to(device), torch.tensor(lengths, dtype=torch.int32, device="cpu"), max(lengths, default=0))
+
+    def for_bias(self) -> Lengths:
+        """With `longest` filled up to a multiple of 8: `padded_rows` and `real_keys` give rows of that length then.
+
+        PyTorch's memory-efficient attention makes, and keeps for backward, an aligned copy of any other bias.
+
+        >>> Lengths.of([2, 3]).for_bias().longest
+        8
+        """
+        return Lengths(self.cumulative, self.host, -(-self.longest // _ALIGNED) * _ALIGNED)
 
 
 def varlen_attention(
