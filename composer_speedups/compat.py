@@ -27,8 +27,8 @@ __all__ = [
     "announce_sdpa",
     "attention_implementation",
     "compile_counters",
-    "keep_module_integers_static",
     "distilbert_attention",
+    "keep_module_integers_static",
     "lacks_sdpa",
     "layer_result",
     "make_sdpa",
@@ -43,6 +43,7 @@ try:
 except ImportError:  # before 5.0
     _COLLECTOR = None
 
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _TRANSFORMERS = int(transformers.__version__.split(".")[0])
 
 # --- attention in Hugging Face models -----------------------------------------------------------------
@@ -243,26 +244,26 @@ def write_float32_precision(saved: Float32Precision) -> None:
 # --- what torch.compile did ---------------------------------------------------------------------------
 
 # Whether Inductor precompiles the headers of its C++ kernels by itself: since 2.8.
-INDUCTOR_PRECOMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+INDUCTOR_PRECOMPILES = _TORCH >= (2, 8)
 
 
+@cache
 def keep_module_integers_static() -> None:
     """Let Dynamo take integers of modules (a head's width) for constants with `dynamic=True`, too, as newer versions.
 
     PyTorch 2.7 makes each a symbol, whose guards the cache of compiled graphs may not be able to write down: it ends
     with "AssertionError: s4 ... not in {s0: ...}".
     """
-    if INDUCTOR_PRECOMPILES:
+    if _TORCH >= (2, 8):
         return
     from torch._dynamo import utils
     from torch._dynamo.variables import builder
 
-    own = getattr(utils.is_int_specialization_case, "own", utils.is_int_specialization_case)
+    own = utils.is_int_specialization_case
 
     def is_int_specialization_case(value: Any, source: Any) -> bool:
         return own(value, source) or source.guard_source().is_unspecialized_nn_module()
 
-    is_int_specialization_case.own = own
     utils.is_int_specialization_case = builder.is_int_specialization_case = is_int_specialization_case
 
 

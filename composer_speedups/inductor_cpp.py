@@ -125,16 +125,17 @@ def _compiles(isa: Any, code: str) -> bool:
 
 
 def _precompile_for_kernels() -> threading.Thread | None:
-    return _precompile(_own_prefix(), _compile_words(include_pytorch=False))  # as `CppPythonBindingsCodeCache` does
+    words = _compile_words(include_pytorch=False)  # as `CppPythonBindingsCodeCache` compiles
+    return _precompile(_own_prefix(words), words)
 
 
-def _own_prefix() -> Path:
+def _own_prefix(words: list[str]) -> Path:
     """Let kernels begin with a copy of Inductor's header, for this environment alone; return its path."""
     from torch._inductor import codecache
 
     own = getattr(codecache.cpp_prefix_path, "own", codecache.cpp_prefix_path)
     text = Path(codecache.__file__).with_name("codegen").joinpath("cpp_prefix.h").read_text()
-    header = _write_header(text, _compile_words(include_pytorch=False))
+    header = _write_header(text, words)
 
     def cpp_prefix_path() -> str:  # the cache folder may be another, or gone, when a kernel is compiled
         return str(header) if header.exists() else own()
@@ -149,7 +150,10 @@ def _precompile_for_graphs() -> threading.Thread | None:
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.virtualized import V
 
-    kernels = "<torch/csrc/inductor/cpp_prefix.h>" if INDUCTOR_PRECOMPILES else f'"{_own_prefix()}"'
+    if INDUCTOR_PRECOMPILES:
+        kernels = "<torch/csrc/inductor/cpp_prefix.h>"
+    else:  # the same file as for graphs of a whole model, whose kernels begin with it, too
+        kernels = f'"{_own_prefix(_compile_words(include_pytorch=False))}"'
     words = _compile_words(include_pytorch=True)  # as `CppWrapperCodeCache` compiles
     header = _write_header(f"#include <torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include {kernels}\n", words)
 

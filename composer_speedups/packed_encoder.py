@@ -1,7 +1,7 @@
 """What `Unpadding` mixes into encoders of every family: when a batch can be packed, and attention over packed tokens.
 
 Each family's own part is beside this: `packed_bert.py`, `packed_distilbert.py`, `packed_deberta.py`,
-`packed_modernbert.py`.
+`packed_modernbert.py`, `packed_mpnet.py`.
 """
 
 from __future__ import annotations

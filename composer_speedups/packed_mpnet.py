@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from composer_speedups.compat import MPNET_AFTER_MASK
 from composer_speedups.kernels.disentangled import Places, in_c
 from composer_speedups.kernels.distance_bias import distance_biased_attention, padded_bias
+from composer_speedups.kernels.tensors import compute_dtype
 from composer_speedups.packed_bert import PackedBert, pack_masked_head
 from composer_speedups.packed_encoder import PackedAttention, compiled, first_only_as_asked
 from composer_speedups.packing import Packing
@@ -80,9 +81,7 @@ class _Stack:
 
     def bias_for_all(self, hidden: torch.Tensor, table: torch.Tensor, packing: Packing) -> torch.Tensor:
         """`table`, or what it is for padded sequences, of which else each layer would make and keep its own."""
-        device, attention = hidden.device.type, self.layer[0].attention.attn
-        autocast = device != "meta" and torch.is_autocast_enabled(device)  # that has none
-        dtype = torch.get_autocast_dtype(device) if autocast and hidden.dtype != torch.float64 else hidden.dtype
+        attention, dtype = self.layer[0].attention.attn, compute_dtype(hidden)
         queries = hidden.new_empty(1, attention.num_attention_heads, attention.attention_head_size, dtype=dtype)
         if not compiled(self.layer) and in_c(queries, queries, queries):
             return table

@@ -131,38 +131,38 @@ def test_nothing_is_left_of_a_compiler_that_fails(tmp_path: Path) -> None:
 
 
 SLOW_COMPILER = """
-import atexit, os, sys, threading, time
+import os, sys, threading, time
 from pathlib import Path
-from composer_speedups.inductor_cpp import _write, _write_header
+from composer_speedups.inductor_cpp import _write
 folder = Path(sys.argv[1])
-command = ["/bin/sh", "-c", f"echo $$ > {folder}/pid; sleep 1 & wait; echo whole > $1; sleep 60"]
+command = ["/bin/sh", "-c", f"touch {folder}/begun; {sys.argv[2]}"]
 thread = threading.Thread(target=_write, args=(command, folder / "header.gch"), daemon=True)
 thread.start()
-while not (folder / "pid").exists() or not (folder / "pid").read_text():
+while not (folder / "begun").exists():
     time.sleep(0.01)
 """
 
 
 def test_a_fork_leaves_the_compiler_alone(tmp_path: Path) -> None:
-    code = SLOW_COMPILER.replace("; sleep 60", "") + """
+    code = SLOW_COMPILER + """
 child = os.fork()
 if not child:
     sys.exit(0)
 thread.join(10)
 print(os.waitpid(child, 0)[1], (folder / "header.gch").read_text())
 """  # fmt: skip
-    assert python(code, tmp_path, PYTHONWARNINGS="") == "0 whole\n\n"
+    assert python(code, tmp_path, "sleep 1; echo whole > $1", PYTHONWARNINGS="") == "0 whole\n\n"
 
 
 def test_a_process_that_ends_takes_all_of_the_compiler_with_it(tmp_path: Path) -> None:
     proper = f"{tmp_path}/proper"  # as g++ starts cc1plus
     os.symlink(shutil.which("sleep"), proper)
-    python(SLOW_COMPILER.replace("sleep 60", f"{proper} 60").replace("sleep 1 & wait; ", ""), tmp_path)
+    python(SLOW_COMPILER, tmp_path, f"echo half > $1; {proper} 60; echo whole > $1")
     deadline = time.monotonic() + 10
     while any(proper in _command(p) for p in psutil.process_iter()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert {path.name for path in tmp_path.iterdir()} == {"pid", "proper"}
+    assert {path.name for path in tmp_path.iterdir()} == {"begun", "proper"}
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -39,7 +39,7 @@ from composer_speedups.compilation import missing_kernel
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.joint_linear import only_linear
 from composer_speedups.kernels import bias_gelu as kernel
-from composer_speedups.kernels.tensors import plain
+from composer_speedups.kernels.tensors import compute_dtype, plain
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked, mix_in, same_code
 
@@ -149,9 +149,7 @@ def _activated(dense: torch.nn.Module, activation: Callable, x: torch.Tensor) ->
 
 def _has_kernel(x: torch.Tensor) -> bool:
     """Whether the product of `x` has one. What the kernel means, in PyTorch's operations, is slower than GELU is."""
-    device = x.device.type
-    low = torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    return kernel.has_kernel(device, torch.get_autocast_dtype(device) if low else x.dtype)
+    return kernel.has_kernel(x.device.type, compute_dtype(x))
 
 
 class _FusedIntermediate:

@@ -32,7 +32,7 @@ from composer.loggers import Logger
 from composer_speedups.arguments import check_choice
 from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
+from composer_speedups.kernels.tensors import MAX_WIDTH, compute_dtype, shape_only
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import swap_classes
 
@@ -125,13 +125,10 @@ class _FusedLayerNorm(torch.nn.LayerNorm):
         return len(layer.normalized_shape) == 1 and 1 <= layer.normalized_shape[0] <= MAX_WIDTH
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device, dtype = input.device.type, input.dtype
-        autocast = torch.is_autocast_enabled(device)
-        if autocast and dtype != torch.float64:  # autocast leaves float64 as it is, too
-            dtype = torch.get_autocast_dtype(device)
+        dtype = compute_dtype(input)
         if not self.takes(input) or dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return super().forward(input)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(input.device.type, enabled=False):
             return self.kernel(input.to(dtype))
 
     def takes(self, input: torch.Tensor) -> bool:

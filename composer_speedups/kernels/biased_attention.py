@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = ["attention_with_bias"]
 
-_ENABLED = {  # by kernel that has a gradient for a bias
+_ENABLED = {  # by kernel that has a gradient for a bias. Dynamo cannot read such keys: they stand once more below
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,  # on CPUs it takes one
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,

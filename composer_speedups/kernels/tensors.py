@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["MAX_WIDTH", "beside", "empty_beside", "plain", "shape_only"]
+__all__ = ["MAX_WIDTH", "beside", "compute_dtype", "empty_beside", "plain", "shape_only"]
 
 # Of the Triton kernels over rows: a whole row is held in registers, 32 elements in each of 256 threads.
 MAX_WIDTH = 8192
@@ -29,6 +29,19 @@ def plain(x: torch.Tensor) -> bool:
 def shape_only(x: torch.Tensor) -> bool:
     """Whether `x` has a shape and no numbers, as in a dry run that counts memory (`memory.predict`)."""
     return isinstance(x, FakeTensor)
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """What a matrix product of `x` is computed in: autocast's, which leaves float64 as it is and knows no meta device.
+
+    >>> x = torch.ones(2)
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     compute_dtype(x), compute_dtype(x.double()), compute_dtype(x.to("meta"))
+    (torch.bfloat16, torch.float64, torch.float32)
+    """
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast and x.dtype != torch.float64 else x.dtype
 
 
 def beside(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
