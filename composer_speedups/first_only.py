@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from composer_speedups.compat import MPNET_AFTER_MASK, layer_result
 from composer_speedups.families import DEBERTA, DISTILBERT, MODERNBERT, MPNET
 from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
+from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packed_deberta import of_distances, scale_of
 from composer_speedups.packed_modernbert import rotations_of, turned
@@ -264,7 +265,7 @@ def _attend(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None or mask.dtype == torch.bool:
         mask = None if mask is None else mask[:, :, :1]
-        context = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
+        context = padded_attention(q, k, v, mask, dropout, scale)
     else:
         # For a row that is nothing but padding, whose scores are all the least number there is, PyTorch's kernel for
         # CPUs has wrong gradients; and one query a row is little to compute.

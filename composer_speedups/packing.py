@@ -81,7 +81,7 @@ class Packing(NamedTuple):
         """[total, ...] -> [rows, length, ...], with zeros for padding, to which no gradient flows."""
         if self.indices is not None:
             zeros = x.new_zeros(self.rows * self.length, *x.shape[1:])
-            x = zeros.index_copy(0, self.indices[: self.real], x[: self.real])
+            x = zeros.index_copy_(0, self.indices[: self.real], x[: self.real])  # in place: else it copies the zeros
         return x.unflatten(0, (self.rows, self.length))
 
     def first(self, x: torch.Tensor) -> torch.Tensor:

@@ -363,13 +363,14 @@ def _scaled_dot_product_efficient_attention(q, k, v, bias, want_sums, p=0.0, cau
     out, sums, *rest = _dense(q, k, v, bias, p, scale)
     wide = sums.new_zeros(*sums.shape[:-1], (sums.shape[-1] + 31) // 32 * 32)  # as its kernel needs them aligned
     wide[..., : sums.shape[-1]] = sums
-    return out, wide, *rest
+    return out, wide if want_sums else wide[..., :0], *rest
 
 
 @_special
 def _scaled_dot_product_efficient_attention_backward(
     gradient, q, k, v, bias, out, sums, seed, offset, p, wanted, causal=False, *, scale=None
 ):
+    assert sums.numel(), "forward was not told that backward would come: a device reads there what nobody has written"
     found = _dense_backward(gradient, q, k, v, bias, p, scale, seed)
     return (*found[:3], found[3] if wanted[3] else None)
 

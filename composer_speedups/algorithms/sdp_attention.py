@@ -8,14 +8,15 @@ and recompute in backward, so that memory grows with the length and not with its
 the fused kernels. Padding masks and attention dropout are kept, though dropout draws other random numbers.
 A row whose keys are all masked may differ: its values are without meaning in either.
 
-**When it pays.** On a GPU, the more the longer the sequences. Models that transformers builds without being told
-use SDPA already: the report then says so. A padding mask rules flash out in favour of the memory-efficient
+**When it pays.** On a GPU, the more the longer the sequences. Models that transformers builds without being
+told use SDPA already: the report then says so. A padding mask rules flash out in favour of the memory-efficient
 kernel. On Hopper and Blackwell PyTorch prefers cuDNN's from 2.11 on, with a mask or without: it plans for each
-new shape, for up to a second, and some of its kernels know dropout rates in steps of 1/16 only
-(pytorch/pytorch#174245): `backend="efficient"` does neither. transformers drops a mask of only ones, which costs
-one wait for the device each forward pass, while under `TorchCompile` the mask stays. On a CPU, dropout leaves
-only the math kernel. The kernel that really ran in the first training batch is in the evidence as `kernel`; for a
-compiled model, in the first batch that compiles nothing.
+new shape, for up to a second; some of its kernels know dropout rates in steps of 1/16 only
+(pytorch/pytorch#174245); and with a mask, 64 tokens more than a multiple of 128, and all scores of a query far
+below 0, its gradients are NaN (#196678): `backend="efficient"` does nothing of this. transformers drops a mask
+of only ones, which costs one wait for the device each forward pass, while under `TorchCompile` the mask stays.
+On a CPU, dropout leaves only the math kernel. The kernel that really ran in the first training batch is in the
+evidence as `kernel`; for a compiled model, in the first batch that compiles nothing.
 
 **Needs.** A Hugging Face model whose family has SDPA in the installed transformers (4.53: not ELECTRA, MPNet,
 DeBERTa; relative position embeddings never). `backend` restricts PyTorch's choice, for the whole process from

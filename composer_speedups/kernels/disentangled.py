@@ -27,11 +27,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from composer_speedups.kernels import fused_attention as fused
-from composer_speedups.kernels.biased_attention import attention_with_bias
 from composer_speedups.kernels.fast_dropout import draw_keys
 from composer_speedups.kernels.native import load
+from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.tensors import plain, shape_only
-from composer_speedups.kernels.varlen_attention import Lengths, padded_rows, real_keys
+from composer_speedups.kernels.varlen_attention import Lengths, packed_rows, padded_rows, places_in_rows, real_keys
 
 __all__ = ["Places", "collect", "disentangled_attention", "in_c", "native", "spread"]
 
@@ -224,15 +224,15 @@ def _padded(
 ) -> torch.Tensor:
     """By PyTorch's operations over padded sequences."""
     lengths = lengths.for_bias()
-    (pq, at), (pk, _), (pv, _) = (padded_rows(x, lengths) for x in (q, k, v))
+    at = places_in_rows(lengths, len(q))
+    pq, pk, pv = (padded_rows(x, lengths, at) for x in (q, k, v))
     of_query, of_key = (
         None if position is None else x @ position.permute(1, 2, 0) for x, position in ((pq, pos_key), (pk, pos_query))
     )
     # Scaled one by one, as the model does it: float16 has no room for their sum.
     scaled = (None if x is None else x * scale for x in (of_query, of_key))
     bias = _bias_by_torch(*scaled, places).to(q.dtype).masked_fill(~real_keys(lengths), -torch.inf)
-    out = attention_with_bias(pq, pk, pv, bias, dropout_p, scale)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
+    return packed_rows(padded_attention(pq, pk, pv, bias, dropout_p, scale), at)
 
 
 @cache

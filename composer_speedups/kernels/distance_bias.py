@@ -19,12 +19,13 @@ https://arxiv.org/abs/2004.09297.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from composer_speedups.kernels import fused_attention as fused
-from composer_speedups.kernels.biased_attention import attention_with_bias
 from composer_speedups.kernels.disentangled import Places, collect, in_c, spread
 from composer_speedups.kernels.fast_dropout import draw_keys
-from composer_speedups.kernels.varlen_attention import Lengths, padded_rows, real_keys
+from composer_speedups.kernels.sdpa import padded_attention
+from composer_speedups.kernels.varlen_attention import Lengths, packed_rows, padded_rows, places_in_rows, real_keys
 
 __all__ = ["distance_biased_attention", "padded_bias"]
 
@@ -85,7 +86,9 @@ def padded_bias(table: torch.Tensor, places: Places, lengths: Lengths, dtype: to
     """
     _check_table(table, len(table), places, lengths)
     lengths = lengths.for_bias()
-    return table[:, places.of_pairs(lengths.longest)].to(dtype).masked_fill(~real_keys(lengths), -torch.inf)
+    # Not by indexing: its gradient on CUDA adds up one by one what is of one column, here a third of all pairs.
+    bias = F.embedding(places.of_pairs(lengths.longest), table.T).permute(2, 0, 1)
+    return bias.to(dtype, memory_format=torch.contiguous_format).masked_fill(~real_keys(lengths), -torch.inf)
 
 
 def _check_table(table: torch.Tensor, heads: int, places: Places, lengths: Lengths) -> None:
@@ -131,6 +134,6 @@ def _padded(q, k, v, bias: torch.Tensor, lengths: Lengths, dropout_p: float, sca
     lengths = lengths.for_bias()
     if bias.shape != (wanted := (len(lengths.host), q.shape[1], lengths.longest, lengths.longest)):
         raise ValueError(f"the padded bias must be {wanted}, sequences, heads and lengths, not {tuple(bias.shape)}")
-    (pq, at), (pk, _), (pv, _) = (padded_rows(x, lengths) for x in (q, k, v))
-    out = attention_with_bias(pq, pk, pv, bias.to(q.dtype), dropout_p, scale)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
+    at = places_in_rows(lengths, len(q))
+    pq, pk, pv = (padded_rows(x, lengths, at) for x in (q, k, v))
+    return packed_rows(padded_attention(pq, pk, pv, bias.to(q.dtype), dropout_p, scale), at)

@@ -8,7 +8,8 @@ and no mask is needed. For float32 on CUDA, which has no flash kernel, sequences
 C kernels skip keys that no query of a block sees; the other ways compute all scores and hide those.
 
 Numerics: that of attention over each sequence alone. On the CPU softmax and dropout are computed in float32 at
-least and rounded once to the tensors' dtype. Dropout drops with a multiple of 1/65536, as `fast_dropout` does.
+least and rounded once to the tensors' dtype. Dropout drops with a multiple of 1/65536 there, as `fast_dropout` does;
+flash attention keeps with a multiple of 1/256 (0.1 drops 0.1016 of the probabilities) and scales by 1 / (1 - p).
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from composer_speedups.kernels.fused_attention import band
 from composer_speedups.kernels.per_sequence import per_sequence
+from composer_speedups.kernels.sdpa import padded_attention
 
-__all__ = ["Lengths", "attention_kernel", "padded_rows", "real_keys", "varlen_attention"]
+__all__ = [
+    "Lengths",
+    "attention_kernel",
+    "packed_rows",
+    "padded_rows",
+    "places_in_rows",
+    "real_keys",
+    "varlen_attention",
+]
 
 _ALIGNED = 8  # numbers: what the strides of a bias are multiples of
 
@@ -105,7 +114,8 @@ def varlen_attention(
         from flash_attn import flash_attn_varlen_func
 
         ends, longest = (queries.cumulative, keys.cumulative), (queries.longest, keys.longest)
-        return flash_attn_varlen_func(q, k, v, *ends, *longest, dropout_p, scale, window_size=(window, window))
+        sides, same = (window, window), torch.are_deterministic_algorithms_enabled()
+        return flash_attn_varlen_func(q, k, v, *ends, *longest, dropout_p, scale, window_size=sides, deterministic=same)
     if kernel == "aten flash":
         ends, longest = (queries.cumulative, keys.cumulative), (queries.longest, keys.longest)
         sides = {} if window < 0 else {"window_size_left": window, "window_size_right": window}
@@ -123,20 +133,25 @@ def attention_kernel(q: torch.Tensor) -> str:
     half = q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type != "cuda" or not half or q.shape[-1] % 8 or q.shape[-1] > 256:
         return "padded sdpa"
-    return _half_kernel(q.device)
+    return _half_kernel(q.device, q.shape[-1] > 192)
 
 
 # Dynamo would look into it, and break the graph of every layer at an import that fails: what it returns is a constant
 # to it. The cache is one function further in, as Dynamo warns of `functools.cache` where it sees it.
 @torch.compiler.assume_constant_result
-def _half_kernel(device: torch.device) -> str:
-    return _look(device)
+def _half_kernel(device: torch.device, wide: bool) -> str:
+    return _look(device, wide)
 
 
 @cache
-def _look(device: torch.device) -> str:
-    """Which kernel serves half precision on a CUDA device."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+def _look(device: torch.device, wide: bool) -> str:
+    """Which kernel serves half precision on a CUDA device; `wide`: heads of more than 192."""
+    capability = torch.cuda.get_device_capability(device)
+    flash = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()  # not in all builds
+    if not flash or capability < (8, 0):
+        return "padded sdpa"
+    if wide and capability[0] in (8, 12) and capability != (8, 0):
+        # Consumers' cards have too little shared memory for backward with dropout, which then writes nothing.
         return "padded sdpa"
     try:
         import flash_attn
@@ -145,18 +160,32 @@ def _look(device: torch.device) -> str:
     return "flash-attn" if hasattr(flash_attn, "flash_attn_varlen_func") else "aten flash"
 
 
-def padded_rows(x: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
-    """[total, heads, width] -> [sequences, heads, longest, width], zeros for padding, and where tokens are among rows.
+def places_in_rows(lengths: Lengths, total: int) -> torch.Tensor:
+    """[total] int64: where packed tokens are among rows padded to the longest, one row after the other.
 
-    >>> padded, at = padded_rows(torch.ones(3, 1, 1), Lengths.of([1, 2]))
-    >>> padded.flatten().tolist(), at.tolist()
-    ([1.0, 0.0, 1.0, 1.0], [0, 2, 3])
+    >>> places_in_rows(Lengths.of([1, 2]), 3).tolist()
+    [0, 2, 3]
     """
-    rows, token = len(lengths.host), torch.arange(len(x), device=x.device)
+    token = torch.arange(total, device=lengths.cumulative.device)
     row = torch.bucketize(token, lengths.cumulative[1:], right=True)
-    at = row * lengths.longest + token - lengths.cumulative[row]
-    padded = x.new_zeros(rows * lengths.longest, *x.shape[1:]).index_copy(0, at, x)
-    return padded.unflatten(0, (rows, lengths.longest)).transpose(1, 2), at
+    return row * lengths.longest + token - lengths.cumulative[row]
+
+
+def padded_rows(x: torch.Tensor, lengths: Lengths, at: torch.Tensor) -> torch.Tensor:
+    """[total, heads, width] -> [sequences, heads, longest, width], zeros for padding; `at` is of `places_in_rows`.
+
+    >>> lengths = Lengths.of([1, 2])
+    >>> padded_rows(torch.ones(3, 1, 1), lengths, places_in_rows(lengths, 3)).flatten().tolist()
+    [1.0, 0.0, 1.0, 1.0]
+    """
+    rows = len(lengths.host)
+    padded = x.new_zeros(rows * lengths.longest, *x.shape[1:]).index_copy_(0, at, x)  # in place: else it copies zeros
+    return padded.unflatten(0, (rows, lengths.longest)).transpose(1, 2)
+
+
+def packed_rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """[sequences, heads, longest, width] -> [total, heads, width], what `padded_rows` made of it."""
+    return x.transpose(1, 2).flatten(0, 1).index_select(0, at)
 
 
 def real_keys(keys: Lengths) -> torch.Tensor:
@@ -173,10 +202,10 @@ def real_keys(keys: Lengths) -> torch.Tensor:
 
 def _padded(q, k, v, queries: Lengths, keys: Lengths, dropout_p: float, scale: float, window: int) -> torch.Tensor:
     """By `scaled_dot_product_attention` over padded sequences."""
-    (pq, at), (pk, _), (pv, _) = padded_rows(q, queries), padded_rows(k, keys), padded_rows(v, keys)
+    at_q, at_k = places_in_rows(queries, len(q)), places_in_rows(keys, len(k))
     real = real_keys(keys)
     if window >= 0:  # each sees itself: a padded query without any key would be NaN
         near = band(keys.longest, window, q.device)
         real = (real & near) | torch.eye(keys.longest, dtype=torch.bool, device=q.device)
-    out = F.scaled_dot_product_attention(pq, pk, pv, real, dropout_p, scale=scale)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
+    pq, pk, pv = padded_rows(q, queries, at_q), padded_rows(k, keys, at_k), padded_rows(v, keys, at_k)
+    return packed_rows(padded_attention(pq, pk, pv, real, dropout_p, scale), at_q)

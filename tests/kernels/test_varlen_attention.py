@@ -225,11 +225,15 @@ def test_flash_attn_is_called_by_its_documented_signature(monkeypatch: pytest.Mo
         softmax_scale=None,
         causal=False,
         window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
     ):
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and not causal and dropout_p == 0.0
         lengths = [cu_seqlens.diff().tolist() for cu_seqlens in (cu_seqlens_q, cu_seqlens_k)]
         assert [max_seqlen_q, max_seqlen_k] == [max(each) for each in lengths]
         assert window_size[0] == window_size[1]  # to the left and to the right
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         return reference(q, k, v, *lengths, False, softmax_scale, window_size[0])
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
@@ -241,6 +245,11 @@ def test_flash_attn_is_called_by_its_documented_signature(monkeypatch: pytest.Mo
     q, k, v, _ = inputs(torch.float64)
     out = varlen_attention(q, k, v, Lengths.of(LENGTHS), Lengths.of(LENGTHS), 0.0, 0.3, window=6)
     torch.testing.assert_close(out, reference(q, k, v, LENGTHS, LENGTHS, False, 0.3, 6))
+    torch.use_deterministic_algorithms(True)
+    try:
+        varlen_attention(q, k, v, Lengths.of(LENGTHS), Lengths.of(LENGTHS), 0.0, 0.3)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -250,13 +259,23 @@ def not_yet_looked():
     module._look.cache_clear()
 
 
-@pytest.mark.parametrize(("capability", "kernel"), [((8, 0), "aten flash"), ((7, 5), "padded sdpa")])
+@pytest.mark.parametrize(
+    ("capability", "width", "kernel"),
+    [
+        ((8, 0), 64, "aten flash"),
+        ((7, 5), 64, "padded sdpa"),
+        *(((8, 0), 256, "aten flash"), ((9, 0), 256, "aten flash"), ((10, 0), 256, "aten flash")),
+        *(((8, 9), 192, "aten flash"), ((8, 9), 200, "padded sdpa"), ((12, 0), 256, "padded sdpa")),
+    ],
+)
 @pytest.mark.usefixtures("not_yet_looked")
-def test_choosing_the_kernel_breaks_no_graph(capability, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_the_kernel_breaks_no_graph(
+    capability, width: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU the choice asks the device, and whether flash-attn is there: in the graph of every layer."""
 
     class OnGpu:
-        device, dtype, shape = torch.device("cuda", 0), torch.bfloat16, (9, 2, 64)
+        device, dtype, shape = torch.device("cuda", 0), torch.bfloat16, (9, 2, width)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it raises ImportError
@@ -267,6 +286,14 @@ def test_choosing_the_kernel_breaks_no_graph(capability, kernel: str, monkeypatc
 
     assert int(chosen(torch.zeros(()))) == len(kernel)
     assert attention_kernel(OnGpu) == kernel
+
+
+@pytest.mark.usefixtures("not_yet_looked")
+def test_a_pytorch_without_flash_attention_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(9, 2, 64))
+    assert attention_kernel(on_gpu) == "padded sdpa"
 
 
 @pytest.mark.parametrize("window", [-1, 5])

@@ -1,4 +1,4 @@
-"""What PyTorch's attention is given, and which of its kernels it may take, where a bias is learnt."""
+"""What PyTorch's attention over padded sequences is given, and which of its kernels it may take."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distances_check import LENGTHS, POSITIONS, SCALE, places
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from composer_speedups.kernels.biased_attention import attention_with_bias
 from composer_speedups.kernels.disentangled import disentangled_attention
 from composer_speedups.kernels.distance_bias import distance_biased_attention
+from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.varlen_attention import Lengths
 
 EFFICIENT = torch.backends.cuda.mem_efficient_sdp_enabled
@@ -49,10 +48,10 @@ def test_both_kinds_of_bias_need_no_copy_and_no_cudnn(calls) -> None:
 def test_what_is_turned_off_stays_so(calls) -> None:
     q, bias = torch.randn(2, 3, 8, 16), torch.randn(2, 3, 8, 8)
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]):
-        attention_with_bias(q, q, q, bias, 0.0, SCALE)
+        padded_attention(q, q, q, bias, 0.0, SCALE)
         assert CUDNN() and not EFFICIENT()
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # which it cannot be
-        attention_with_bias(q, q, q, bias, 0.0, SCALE)
+        padded_attention(q, q, q, bias, 0.0, SCALE)
     assert [allowed for _, *allowed in calls] == [[False, False], [False, True]]
 
 
@@ -60,9 +59,7 @@ def test_what_is_turned_off_stays_so(calls) -> None:
 def test_gradients(compiled: bool) -> None:
     q, k, v, gradient = torch.randn(4, 2, 3, 8, 16).double()
     bias = torch.randn(2, 3, 8, 8).double()
-    attend = (
-        torch.compile(attention_with_bias, backend="aot_eager", fullgraph=True) if compiled else attention_with_bias
-    )
+    attend = torch.compile(padded_attention, backend="aot_eager", fullgraph=True) if compiled else padded_attention
     results = []
     for way in (attend, lambda q, k, v, bias, _, scale: (q @ k.mT * scale + bias).softmax(-1) @ v):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
@@ -72,10 +69,33 @@ def test_gradients(compiled: bool) -> None:
     torch._dynamo.reset()
 
 
-def test_cudnn_has_no_gradient_for_a_bias() -> None:
-    """The reason for all this; once it has one, there is none."""
-    with FakeTensorMode():
-        q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        bias = torch.empty(2, 4, 16, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'attn_bias'"):
-            torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, bias, True)
+def test_where_only_the_bias_learns_the_math_kernel_serves(calls) -> None:
+    """Memory-efficient attention would keep nothing for backward."""
+    q, bias = torch.randn(2, 3, 8, 16), torch.randn(2, 3, 8, 8, requires_grad=True)
+    padded_attention(q, q, q, bias, 0.0, SCALE)
+    with torch.no_grad():
+        padded_attention(q, q, q, bias, 0.0, SCALE)
+    for which in range(3):
+        qkv = [q.clone().requires_grad_(i == which) for i in range(3)]
+        padded_attention(*qkv, bias, 0.0, SCALE)
+    padded_attention(q, q, q, None, 0.0, SCALE)
+    assert [efficient for _, _, efficient in calls] == [False, True, True, True, True, True]
+    assert not any(cudnn for _, cudnn, _ in calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learns", ["all", "mask"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_gradients(dtype: torch.dtype, learns: str) -> None:
+    """On a GPU; of the mask alone, too, where memory-efficient attention would read memory that was never written."""
+    q, k, v, gradient = torch.randn(4, 2, 3, 8, 16).to(dtype).cuda()
+    mask = torch.randn(2, 3, 8, 8).to(dtype).cuda()
+    given = [x.requires_grad_(learns == "all" or x is mask) for x in (q, k, v, mask)]
+    leaves = [x for x in given if x.requires_grad]
+    found = torch.autograd.grad(padded_attention(*given, 0.0, SCALE), leaves, gradient)
+    wide = [x.detach().cpu().double().requires_grad_(x.requires_grad) for x in given]
+    out = (wide[0] @ wide[1].mT * SCALE + wide[3]).softmax(-1) @ wide[2]
+    expected = torch.autograd.grad(out, [x for x in wide if x.requires_grad], gradient.cpu().double())
+    ulp = max(torch.finfo(dtype).eps, 1e-6)  # as in test_varlen_attention.py
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.cpu().double(), y, rtol=16 * ulp, atol=32 * ulp)
