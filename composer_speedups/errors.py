@@ -50,8 +50,10 @@ class OutOfMemory(UserError, RuntimeError):
     """The batch does not fit; says which size failed and which to try."""
 
 
-# The words of the CPU's allocator, of C++, and of cuBLAS and cuDNN, which ask for memory of their own.
-_NO_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "status_alloc_failed")
+# The words of the CPU's allocator, of C++, and of cuBLAS and cuDNN. Those ask for memory beside PyTorch's when a thread
+# first needs them, for backward when activations take the most: without it they cannot even start.
+_NO_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "status_alloc_failed", "allocation_failed")
+_NO_MEMORY += ("cublas_status_not_initialized", "cudnn_status_not_initialized")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -59,6 +61,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))
     True
+    >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"))
+    True
+    >>> is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"))
+    True
+    >>> is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    False
     """
     if isinstance(error, (MemoryError, OutOfMemory)) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return True

@@ -247,14 +247,16 @@ def matmul_peak(device: str, precision: str = "fp32", *, seconds: float = 0.4) -
     """
     import torch
 
+    from composer_speedups.compat import read_float32_precision, set_float32_precision, write_float32_precision
+
     if precision not in ("fp32", "tf32", "bf16", "fp16"):
         raise ValueError(f"precision must be fp32, tf32, bf16 or fp16, got {precision!r}")
     if (device, precision) in _peaks:
         return _peaks[device, precision]
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     cuda = torch.device(device).type == "cuda"
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    before = read_float32_precision()
+    set_float32_precision("high" if precision == "tf32" else "highest", cudnn_tf32=bool(before.cudnn_tf32))
     best = 0.0
     try:
         for size in (4096, 8192) if cuda else (512, 1024, 2048):
@@ -278,7 +280,7 @@ def matmul_peak(device: str, precision: str = "fp32", *, seconds: float = 0.4) -
                 best = max(best, count * flops / (time.perf_counter() - start))
                 laps += 1
     finally:
-        torch.set_float32_matmul_precision(before)
+        write_float32_precision(before)
     _peaks[device, precision] = best
     return best
 

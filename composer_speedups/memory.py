@@ -374,6 +374,8 @@ def _apply(algorithms: Sequence[Any], state: State, notes: list[str]) -> None:
             if (reason := speedup.unavailable(state.device._device)) is not None:
                 notes.append(f"without {speedup.key()}, which cannot be used here: {reason}")
                 continue
+            if speedup.slot == "matmul":  # of the whole process, held until the state is gone; it takes no memory
+                continue
             speedup.install(state, logger)
             if speedup.slot == "loss":  # its kernel needs numbers: a dry run computes the stock loss
                 notes.append(f"without {speedup.key()}, which keeps less: counted with the model's own loss")

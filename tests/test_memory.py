@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
 import torch
 from contract import USABLE, case
 
-from composer_speedups import memory
+from composer_speedups import compat, memory
 from composer_speedups.algorithms import sdp_attention
 from composer_speedups.errors import ConflictError, UserError
 from composer_speedups.memory import SavedForBackward, largest_batch, predict, tensor_bytes
@@ -173,6 +174,22 @@ def test_nothing_is_left_behind():
     predict(load("finetune/tf32", *small, "speedups.sdp_attention={backend: math}"), batch_size=1)
     assert settings() == before
     assert torch.equal(torch.random.get_rng_state(), seed)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_products_are_as_precise_as_before(precision: str, monkeypatch: pytest.MonkeyPatch):
+    """Of a Trainer on a GPU the device itself turns TF32 on, and a speed-up gives back what it has found."""
+
+    class AsOnGpu(memory.DeviceCPU):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+    monkeypatch.setattr(memory, "DeviceCPU", AsOnGpu)
+    before = compat.read_float32_precision()
+    predict(load("demo/fp32", f"speedups.matmul_precision={{precision: {precision}}}"), batch_size=1)
+    gc.collect()
+    assert compat.read_float32_precision() == before
 
 
 def test_shared_memory_is_counted_once():

@@ -26,6 +26,7 @@ Source: https://pytorch.org/docs/stable/amp.html
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,10 @@ class MixedPrecision(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         before = state.precision.value
+        if self.dtype == "fp16":
+            # Where the first step overflows, the scaler skips it. PyTorch then warns that the schedule lost its first
+            # value, which Composer's does not: it follows the batches.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
         if state.device.name == "cpu":
             count = apply_mixed_precision(state.model, self.dtype)
             after = f"{before} outside the model, {self.dtype} autocast inside"
