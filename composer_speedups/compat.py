@@ -1,4 +1,4 @@
-"""What differs between the two software stacks: transformers 4.53 and 5.x, torch 2.7 and 2.11.
+"""What differs between the software stacks: transformers 4.53 and 5.x, torch 2.7, 2.11 and newer.
 
 Small functions with one meaning on both; nothing else in the package asks for a version.
 """
@@ -32,12 +32,17 @@ __all__ = [
     "lacks_sdpa",
     "layer_result",
     "make_sdpa",
+    "no_initial_weights",
     "read_float32_precision",
     "set_float32_precision",
     "why_no_sdpa",
     "write_float32_precision",
 ]
 
+try:
+    from transformers.initialization import no_init_weights as no_initial_weights
+except ImportError:  # before 5.0
+    from transformers.modeling_utils import no_init_weights as no_initial_weights
 try:
     from transformers.utils.output_capturing import _active_collector as _COLLECTOR
 except ImportError:  # before 5.0

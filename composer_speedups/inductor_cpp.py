@@ -49,6 +49,7 @@ log = logging.getLogger("composer_speedups")
 
 _CAPABILITIES = {"AVX512": 512, "AVX2": 256}  # PyTorch's names: bits
 _FEW_CORES = 3  # with more, a file for each kernel is compiled sooner than one for the graph
+_INCLUDES = ("get_device_include_path_jit", "get_device_include_path")  # what says which header a graph begins with
 _OLD = 600  # seconds: no header takes as long
 _at_work: dict[Path, threading.Thread] = {}  # by header
 
@@ -83,14 +84,14 @@ def one_file_per_graph() -> dict[str, Any]:
             prepare()
             return {}
         _trust_the_instructions()
-        _precompile_for_graphs()
+        # Where Inductor precompiles, it would do so with the half of ours, and wait for that.
+        of_graphs = {"cpp_cache_precompile_headers": False} if INDUCTOR_PRECOMPILES else {}
+        with config.patch(of_graphs):  # decides about the command, too
+            _precompile_for_graphs()
     except Exception as error:
         log.info("Inductor's first compilation is not hastened: %s", error)
         return {}
-    options = {"cpp_wrapper": True}
-    if INDUCTOR_PRECOMPILES:  # it would precompile the half of ours, and wait for that
-        options["cpp_cache_precompile_headers"] = False
-    return options
+    return {"cpp_wrapper": True, **of_graphs}
 
 
 def _hastens() -> bool:
@@ -158,7 +159,9 @@ def _precompile_for_graphs() -> threading.Thread | None:
     header = _write_header(f"#include <torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include {kernels}\n", words)
 
     thread = _precompile(header, words)
-    own_include = getattr(CppWrapperCpu.get_device_include_path, "own", CppWrapperCpu.get_device_include_path)
+    which = next(name for name in _INCLUDES if hasattr(CppWrapperCpu, name))
+    own_include = getattr(CppWrapperCpu, which)
+    own_include = getattr(own_include, "own", own_include)
     own_generate = getattr(CppWrapperCpu.generate, "own", CppWrapperCpu.generate)
 
     def include(device: str) -> str:
@@ -176,7 +179,7 @@ def _precompile_for_graphs() -> threading.Thread | None:
         return own_generate(wrapper, is_inference)
 
     include.own, generate.own = own_include, own_generate
-    CppWrapperCpu.get_device_include_path = staticmethod(include)
+    setattr(CppWrapperCpu, which, staticmethod(include))
     CppWrapperCpu.generate = generate
     return thread
 

@@ -47,12 +47,18 @@ def config_of(family: str, **values: object):
     return getattr(transformers, f"{family}Config")(**values)
 
 
+def stock_checkpointing(model: torch.nn.Module, reentrant: bool = False) -> None:
+    """What transformers has of its own, by the name that the installed version has for it."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": reentrant})
+
+
 def checkpoint_blocks(model: torch.nn.Module, reentrant: bool) -> None:
     """Let `model` compute its blocks again in backward: as transformers does it, or as ours where that does not."""
     from composer_speedups import apply_gradient_checkpointing
 
     if model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        stock_checkpointing(model, reentrant)
     elif reentrant:
         pytest.skip("transformers has no gradient checkpointing for this family, and ours is not reentrant")
     else:

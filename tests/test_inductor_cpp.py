@@ -239,14 +239,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 from composer_speedups.compilation import use_cache
-from composer_speedups.inductor_cpp import one_file_per_graph
+from composer_speedups.inductor_cpp import _INCLUDES, one_file_per_graph
 from torch._inductor import config, cpp_builder
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.virtualized import V
 
 def included(device="cpu", aot_mode=False):
     with V.set_graph_handler(SimpleNamespace(aot_mode=aot_mode)):
-        return CppWrapperCpu.get_device_include_path(device)
+        return getattr(CppWrapperCpu, next(name for name in _INCLUDES if hasattr(CppWrapperCpu, name)))(device)
 
 own = [included(), included("cuda"), included(aot_mode=True)]
 headers = []

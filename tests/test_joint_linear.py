@@ -194,7 +194,8 @@ def test_a_trace_can_be_saved(tmp_path: Path) -> None:
     module.forward = lambda x: joint_linear(list(module), x)
     x = torch.randn(3, 6, dtype=torch.float64)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in newer versions
+        for kind in (DeprecationWarning, FutureWarning):  # of torch.jit, in newer versions
+            warnings.simplefilter("ignore", kind)
         torch.jit.trace(module, x).save(tmp_path / "traced.pt")
         found = torch.jit.load(tmp_path / "traced.pt")(x)
     torch.testing.assert_close(list(found), list(joint_linear(list(module), x)), **CLOSE)

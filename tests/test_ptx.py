@@ -327,6 +327,19 @@ def test_programs_of_a_grid_and_atomic_sums() -> None:
     assert out.tolist() == list(range(30)) and total.tolist() == [0, 0, 30 * 256, 0]
 
 
+def test_atomic_sums_of_bf16_are_rounded_one_by_one() -> None:
+    total = torch.tensor([0.0, 256.0, 0.0, 1.0], dtype=torch.bfloat16)
+    # 1 is half a unit of 256: each time the sum is rounded back to it, where 64 at once would not be.
+    body = "mov.b16 %rs1, 0x3F80;\nmov.b16 %rs2, 0x3FC0;"
+    for place in (0, 4):
+        body += f"\nred.global.gpu.relaxed.add.noftz.v2.bf16 [%rd1+{place}], {{%rs2, %rs1}};"
+    expected = total.clone()
+    for _ in range(64):
+        expected += torch.tensor([1.5, 1.0, 1.5, 1.0], dtype=torch.bfloat16)
+    run(kernel(body, 1, 64), total, threads=64)
+    assert total.tolist() == expected.tolist() and expected[1] == 256
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 SHARED = "mov.b32 %r5, global_smem;\nshl.b32 %r6, %r1, 2;\nadd.s32 %r5, %r5, %r6;\n"

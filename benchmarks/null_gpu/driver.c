@@ -14,16 +14,19 @@ void null_launch_with(Launch *f) { on_launch = f; }
 
 extern char null_message[];
 extern void null_say(const char *);
-extern int null_started, null_reachable(void *), cudaDeviceGetAttribute(int *, int, int);
+extern int null_started, null_reachable(void *), cudaDeviceGetAttribute(int *, int, int), cudaDriverGetVersion(int *), cudaStreamIsCapturing(void *, int *);
 static int context;
 
 int cuInit(unsigned flags) { return null_started = 1, 0; }
+int cuDriverGetVersion(int *v) { return cudaDriverGetVersion(v); }
 int cuDeviceGetCount(int *n) { return null_started ? (*n = 1, 0) : 3; /* CUDA_ERROR_NOT_INITIALIZED */ }
 int cuDeviceGet(int *d, int i) { return *d = 0, 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) { return cudaDeviceGetAttribute(v, a, d); /* the same numbers */ }
 int cuDevicePrimaryCtxRetain(void **c, int d) { return *c = &context, 0; }
 int cuDevicePrimaryCtxGetState(int d, unsigned *flags, int *active) { return *active = 1, 0; }
 int cuCtxGetCurrent(void **c) { return *c = &context, 0; }
+int cuCtxGetDevice(int *d) { return *d = 0, 0; }
+int cuStreamIsCapturing(void *s, int *status) { return cudaStreamIsCapturing(s, status); }
 int cuCtxGetLimit(size_t *v, int limit) { return *v = 1 << 20, 0; }
 int cuGetErrorString(int e, const char **s) { return *s = e == LAUNCH_FAILED ? null_message : "null GPU", 0; }
 int cuGetErrorName(int e, const char **s) { return *s = "null GPU", 0; }

@@ -279,7 +279,7 @@ def _flash_attention_forward(
         bias = _near(*tensors[:2], (window_size_left, window_size_right))
         one, some = _attend(*tensors, bias, p, scale, int(seeds[0]) + i)
         out[a], sums[a] = one.transpose(0, 1), some.T
-    rest = (seeds.view(torch.uint64), torch.zeros((), dtype=torch.int64), torch.zeros(0, dtype=q.dtype))
+    rest = (seeds.view(torch.uint64), torch.zeros((), dtype=torch.uint64), torch.zeros(0, dtype=q.dtype))
     return tuple(_device(t) for t in (out, sums.mT.contiguous(), *rest))
 
 

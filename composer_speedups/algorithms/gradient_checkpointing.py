@@ -16,7 +16,7 @@ model keeps with it and without. `every=2` recomputes every second block: half t
 
 **Needs.** A model with a list of equal blocks: any Hugging Face encoder or decoder, or your own; of several lists the
 one with the most parameters. It is `torch.utils.checkpoint` without re-entrance, so DDP, frozen weights and
-accumulation work as ever; transformers' own `gradient_checkpointing_enable()` is refused beside it. Hooks inside a
+accumulation work as ever; transformers' own checkpointing is refused beside it. Hooks inside a
 block run twice. A decoder's cache of keys and values is left out in training, as it would be filled twice; blocks
 called in evaluation with a cache are not checkpointed. A block may not change anything outside itself. Under
 `TorchCompile(scope="block")` the compiled block is run twice; under `scope="model"` the compiler recomputes.
@@ -63,9 +63,11 @@ def apply_gradient_checkpointing(model: torch.nn.Module, every: int = 1) -> int:
     """
     check_count("every", every)
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        newer = any(hasattr(m, "activation_checkpointing_disable") for m in model.modules())  # transformers 5.24
+        own = "activation_checkpointing" if newer else "gradient_checkpointing"
         raise ConflictError(
-            "gradient_checkpointing and the model's own gradient_checkpointing_enable() would recompute every block "
-            "twice. Call model.gradient_checkpointing_disable(), or remove the speed-up"
+            f"gradient_checkpointing and the model's own {own}_enable() would recompute every block "
+            f"twice. Call model.{own}_disable(), or remove the speed-up"
         )
     blocks = [block for block in repeated_blocks(model)[::every] if not isinstance(block, _Checkpointed)]
     for block in blocks:

@@ -223,13 +223,14 @@ def build_empty_model(spec: ModelSpec, task: Task) -> PreTrainedModel:
 
     Inside PyTorch's FakeTensorMode it takes no memory. Of `task` no data is looked at.
     """
-    import torch
+    from composer_speedups.compat import no_initial_weights
 
     config = _configure(spec, task)
-    # Made in float32, as `build_model` leaves them, and not converted: tensors without numbers cannot be.
-    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)
     fresh = replace(task, source=replace(task.source, pretrained=False))
-    return _instantiate(spec, fresh, config)
+    with no_initial_weights():  # some are drawn until all are near enough to zero, and that asks for numbers
+        model = _instantiate(spec, fresh, config)
+    model.tie_weights()
+    return model
 
 
 def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
@@ -297,6 +298,7 @@ def _has_sdpa(kind: Any, config: PretrainedConfig) -> bool:
 
 
 def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTrainedModel:
+    import torch
     from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if task.objective == "classification" else AutoModelForMaskedLM
@@ -310,6 +312,8 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
             )  # fmt: skip
             _check_loaded(spec, model, loading)
             return model
+        # In float32 from the start: made in a checkpoint's bf16, random weights would be rounded to that.
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)
         try:
             return kind.from_config(config, **attention)
         except Exception as error:  # whatever the model's code makes of impossible values

@@ -12,7 +12,7 @@ import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier, HuggingFaceModel
 from model_check import check_model, random_weights
-from small import bert_config, padded_batch
+from small import bert_config, padded_batch, stock_checkpointing
 from transformers import BertForSequenceClassification
 
 from composer_speedups import (
@@ -130,7 +130,7 @@ def test_checkpointing_evaluation_copies_and_pickles(tiny_bert, calls: list) -> 
     gradients = []
     for way in ("plain", "checkpointed"):
         if way == "checkpointed":
-            tiny_bert.gradient_checkpointing_enable({"use_reentrant": False})
+            stock_checkpointing(tiny_bert)
         tiny_bert.train().zero_grad()
         tiny_bert(**batch).loss.backward()
         gradients.append([p.grad.clone() for p in tiny_bert.parameters()])

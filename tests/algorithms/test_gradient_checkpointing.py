@@ -11,6 +11,7 @@ import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier, HuggingFaceModel
 from contract import batch, bert
+from small import stock_checkpointing
 from torch._dynamo.utils import counters
 
 import composer_speedups
@@ -295,10 +296,11 @@ def test_copies_and_pickles() -> None:
 
 def test_twice_by_another_way_is_refused(make_trainer) -> None:
     model = bert()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(ConflictError, match="gradient_checkpointing_disable"):
+    stock_checkpointing(model)
+    with pytest.raises(ConflictError, match="_checkpointing_disable") as refused:
         make_trainer([GradientCheckpointing()], model=HuggingFaceModel(model))
-    model.gradient_checkpointing_disable()
+    remedy = str(refused.value).split("Call model.")[1].split("()")[0]
+    getattr(model, remedy)()
     assert apply_gradient_checkpointing(model) == 2
 
 

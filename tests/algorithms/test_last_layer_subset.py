@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
-from small import Doubled, checkpoint_blocks, config_of
+from small import Doubled, checkpoint_blocks, config_of, stock_checkpointing
 
 from composer_speedups import LastLayerSubset, Unpadding, apply_last_layer_subset, apply_unpadding
 from composer_speedups import first_only as module
@@ -171,7 +171,7 @@ def test_a_hook_for_one_step_of_several_with_checkpointing(reentrant: bool) -> N
     stock = make().train()
     fast = copy.deepcopy(stock)
     apply_last_layer_subset(fast)
-    fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    stock_checkpointing(fast, reentrant)
     inputs, attention = batch(), fast.bert.encoder.layer[-1].attention
     compare(stock, fast, inputs)
     handle = attention.register_forward_hook(lambda *_: None)

@@ -10,7 +10,7 @@ import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
-from small import bert_config, padded_batch
+from small import bert_config, padded_batch, stock_checkpointing
 
 import composer_speedups.algorithms.masked_token_head as module
 from composer_speedups import MaskedTokenHead, Unpadding, apply_masked_token_head, apply_unpadding
@@ -183,7 +183,7 @@ def test_gradient_checkpointing() -> None:
     model, batch = masked_lm(), mlm_batch()
     _, expected = loss_and_gradients(model, batch)
     apply_masked_token_head(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    stock_checkpointing(model)
     _, gradients = loss_and_gradients(model, batch)
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)

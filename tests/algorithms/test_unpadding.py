@@ -11,7 +11,7 @@ import transformers
 from composer.algorithms import SeqLengthWarmup
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
-from small import Doubled, checkpoint_blocks, config_of
+from small import Doubled, checkpoint_blocks, config_of, stock_checkpointing
 
 from composer_speedups import (
     MixedPrecision,
@@ -149,6 +149,11 @@ def test_equals_every_padded_deberta(changes: dict, kind: str) -> None:
         inputs["token_type_ids"] = torch.randint(0, 2, inputs["input_ids"].shape)
     fast = copy.deepcopy(stock)
     assert apply_unpadding(fast) == 2
+    try:
+        stock(**inputs)
+    except ZeroDivisionError:  # since transformers 5.24
+        assert changes == {"position_buckets": 1}
+        pytest.skip("transformers itself divides by no bucket")
     compare(stock, fast, "ForTokenClassification", inputs)
 
 
@@ -243,7 +248,7 @@ def test_a_kernel_is_tried_within_a_checkpoint_without_leaving_anything_there(mo
     stock = make("DebertaV2", num_attention_heads=2).float().train()
     fast = copy.deepcopy(stock)
     apply_unpadding(fast)
-    fast.gradient_checkpointing_enable({"use_reentrant": False})
+    stock_checkpointing(fast)
     for owner in (disentangled.native, fused_attention.native):
         owner.cache_clear()
     inputs = batch("ForSequenceClassification")

@@ -43,6 +43,7 @@ class Emulator:
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 232448 if capability >= 90 else 101376},
             load_binary=lambda name, code, shared, device: (code, program_of(code), 0, 0, 1024)[:_LOADED],
+            unload_module=lambda code: None,
         )
 
     def get_current_device(self) -> int:

@@ -298,11 +298,13 @@ def _cp(p: Program, i: Instruction, m: str) -> list[str]:
 @_emits("atom", "red")
 def _atom(p: Program, i: Instruction, m: str) -> list[str]:
     operands = list(i.operands) if i.op == "atom" else ["_", *i.operands]
-    if i.modifiers[0] != "global" or "add" not in i.modifiers or i.kind not in ("f32", "u32", "u64"):
+    if i.modifiers[0] != "global" or "add" not in i.modifiers or i.kind not in ("f32", "u32", "u64", "bf16"):
         raise Unsupported("atomic operation")
     base, offset = p.address(operands[1])
     values = ", ".join(p.value(source, i.kind) for source in vector(operands[2]))
-    lines = [f"found = s.add_global({p.value(base, 'u64')}, {offset}, np.{numpy_name(i.kind)}, [{values}], {m})"]
+    kind = "np.uint16" if i.kind == "bf16" else f"np.{numpy_name(i.kind)}"
+    ways = ", wide_bf16, to_bf16" if i.kind == "bf16" else ""
+    lines = [f"found = s.add_global({p.value(base, 'u64')}, {offset}, {kind}, [{values}], {m}{ways})"]
     for place, target in enumerate(vector(operands[0])):
         lines += p.put(target, f"found[{place}]", i.kind, m)
     return lines

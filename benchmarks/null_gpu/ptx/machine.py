@@ -169,8 +169,11 @@ class _Machine:
         for i, value in enumerate(values):
             self.memory.words[each][places + i] = np.broadcast_to(value, self.count)[active]
 
-    def add_global(self, where, offset: int, kind: type, values: list, m) -> list[np.ndarray]:
-        """One after the other, as each sees what was there before it."""
+    def add_global(self, where, offset: int, kind: type, values: list, m, wide=None, narrow=None) -> list[np.ndarray]:
+        """One after the other, as each sees what was there before it.
+
+        `wide` and `narrow` are for what NumPy does not know: from its bits, of type `kind`, to numbers and back.
+        """
         active = self._active(m)
         each = np.dtype(kind).itemsize
         places = self.memory.places(self._addresses(where, offset, active), each, len(values))
@@ -181,8 +184,8 @@ class _Machine:
             old = np.empty(len(places), kind)
             for j, place in enumerate(places + i):
                 old[j] = words[place]
-                words[place] += added[j]
-            before.append(self._spread(active, old))
+                words[place] = old[j] + added[j] if narrow is None else narrow(wide(old[j : j + 1]) + added[j])[0]
+            before.append(self._spread(active, old if wide is None else wide(old)))
         return before
 
     def _addresses(self, where, offset: int, active) -> np.ndarray:
