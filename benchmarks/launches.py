@@ -178,10 +178,15 @@ def _same(found: Any, expected: Any) -> bool:
 
 
 def _forgetting(device: Any) -> Callable[[], Any]:
-    """What leaves nothing in the device's caches that a kernel could find there, and in training would not."""
+    """What leaves nothing in the device's caches that a kernel could find there, and in training would not.
+
+    It reads: what was written last would be written back to memory, 50 MB of it, while the kernel is timed.
+    """
     import torch
 
-    return torch.empty(1 << (28 if device.type == "cuda" else 10), dtype=torch.uint8, device=device).zero_
+    other = torch.zeros(1 << (26 if device.type == "cuda" else 8), device=device)  # 256 MB, five times the cache
+    total = torch.empty((), device=device)
+    return lambda: torch.sum(other, 0, out=total)
 
 
 def _device() -> Any:
@@ -203,12 +208,11 @@ def _of_norms() -> tuple[dict, dict]:
     """What a norm's forward and backward kernels have to choose."""
     from composer_speedups.kernels import launch
 
-    forward = {"warps": (launch, "_WARPS", (2, 4, 8)), "held": (launch, "_HELD", (16, 32))}
+    forward = {"held": (launch, "_HELD", (16, 32, 64))}  # two warps for a row of this width, one, one for two rows
     backward = {
-        "warps": (launch, "_WARPS", (4, 8)),
-        "held": (launch, "_HELD", (16, 32)),
-        "together": (launch, "_TOGETHER", (4096, 8192, 16384)),
-        "stages": (launch, "STAGES", (1, 2, 3)),
+        "held": (launch, "_HELD_BACKWARD", (16, 32)),
+        "filled": (launch, "_FILLED", (50, 100)),
+        "stages": (launch, "STAGES", (1, 3, 4)),
     }
     return forward, backward
 
@@ -247,7 +251,6 @@ def _bias_gelu(device: Any, tokens: int) -> Iterator[Sweep]:
     import torch
 
     from composer_speedups.kernels import bias_gelu_triton as triton
-    from composer_speedups.kernels import launch
 
     x, dy = (torch.randn(tokens, 4 * _WIDTH, device=device).bfloat16() for _ in "xd")
     bias, size = torch.zeros(4 * _WIDTH, device=device).bfloat16(), 2 * x.numel()
@@ -259,8 +262,7 @@ def _bias_gelu(device: Any, tokens: int) -> Iterator[Sweep]:
     backward = {
         "rows": (triton, "_ROWS_BACKWARD", (4, 8)),
         "warps": (triton, "_WARPS", (4, 8)),
-        "programs": (triton, "_PROGRAMS", (8, 16, 32)),
-        "stages": (launch, "STAGES", (1, 2, 3)),
+        "programs": (triton, "_PROGRAMS", (5, 8, 10)),
     }
     yield Sweep("bias + GELU forward", tokens, forward, lambda: triton.forward(x, bias), 2 * size)
     yield Sweep("bias + GELU backward", tokens, backward, lambda: triton.backward(dy, x, bias), 3 * size)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from test_null_gpu import needs_cuda_13, on_null_gpu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu, harness, launches, run
 from composer_speedups.errors import UserError
-from composer_speedups.kernels import bias_gelu_triton, cross_entropy, launch
+from composer_speedups.kernels import bias_gelu_triton, cross_entropy, dropout_add_norm_triton, launch, layer_norm
 
 KERNELS = [
     f"{kernel} {direction}"
@@ -137,6 +138,34 @@ def test_without_a_gpu_there_is_nothing_to_try(tmp_path: Path, capsys: pytest.Ca
     assert "leave it out of --parts" in capsys.readouterr().err and not (tmp_path / "b").exists()
 
 
+def test_a_warp_may_have_a_row_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was before two warps shared one is among what is tried, with as many programs as run at once."""
+    monkeypatch.setattr(launch, "processors", lambda _: 1)
+    present = launch.backward_tile_of(768, 2)
+    assert (present["ROWS"], present["num_warps"], launch.held_by_a_thread(768, present)) == (1, 2, 12)
+    monkeypatch.setattr(launch, "_HELD_BACKWARD", 32)
+    former, cuda = launch.backward_tile_of(768, 2), SimpleNamespace(type="cuda")
+    assert former == launch.tile_of(768, 2) and former["ROWS"] == former["num_warps"] == 1
+    for norm in (layer_norm, dropout_add_norm_triton):
+        assert launch.most_programs(former, norm._registers(768, former), cuda) in (8, 10)
+
+
+def test_forgetting_writes_next_to_nothing() -> None:
+    """Or the device writes that back to memory while it is timed."""
+    written = []
+
+    class Written(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **kwargs or {})
+            written.append(result.numel())
+            return result
+
+    forget = launches._forgetting(torch.device("cpu"))
+    with Written():
+        forget()
+    assert written == [1]
+
+
 @pytest.mark.slow
 @needs_cuda_13
 def test_all_ways_on_the_gpu_that_is_not_there(tmp_path: Path) -> None:
@@ -153,9 +182,8 @@ def test_all_ways_on_the_gpu_that_is_not_there(tmp_path: Path) -> None:
     assert list(dict.fromkeys(row["kernel"] for row in rows)) == ["copy", *KERNELS]
     present = {row["kernel"]: row["way"] for row in rows if row["present"]}
     assert present["LayerNorm backward"] == {
-        "warps": launch._WARPS,
-        "held": launch._HELD,
-        "together": launch._TOGETHER,
+        "held": launch._HELD_BACKWARD,
+        "filled": launch._FILLED,
         "stages": launch.STAGES,
     }
     assert present["bias + GELU forward"]["rows"] == bias_gelu_triton._ROWS_FORWARD

@@ -94,7 +94,7 @@ def _backward_kernel(
         for start in range(0, vocabulary, COLS):
             col = start + tl.arange(0, COLS)
             x = tl.load(line + col, mask=col < vocabulary, other=0.0).to(tl.float32)
-            dx = (tl.exp(x - lse) - tl.where(col == target, 1.0, 0.0)) * scale
+            dx = (tl.exp2((x - lse) * 1.4426950409) - tl.where(col == target, 1.0, 0.0)) * scale
             tl.store(out + col, dx.to(dx_ptr.dtype.element_ty), mask=col < vocabulary)
     else:
         for start in range(0, vocabulary, COLS):

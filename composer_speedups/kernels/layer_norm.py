@@ -19,7 +19,16 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from composer_speedups.kernels import launch
-from composer_speedups.kernels.launch import DTYPES, interpreted, most_programs, on_device, rows_of, tile_of
+from composer_speedups.kernels.launch import (
+    DTYPES,
+    backward_tile_of,
+    held_by_a_thread,
+    interpreted,
+    most_programs,
+    on_device,
+    rows_of,
+    tile_of,
+)
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 
 __all__ = [
@@ -35,9 +44,12 @@ __all__ = [
 
 
 @triton.jit
-def columns(CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, CHUNKS, BLOCK]: the columns of a row in chunks; see `launch.tile_of`."""
-    return (tl.arange(0, CHUNKS) * BLOCK)[None, :, None] + tl.arange(0, BLOCK)[None, None, :]
+def columns(CHUNKS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """[1, CHUNKS, BLOCK]: the columns of a row in chunks, VECTOR neighbours to a thread; see `launch.tile_of`."""
+    column = tl.arange(0, BLOCK)
+    if VECTOR > 1:  # or it would be as many as 16 bytes have; single ones Triton gives anyway, with fewer instructions
+        column = tl.max_contiguous(column, VECTOR)
+    return (tl.arange(0, CHUNKS) * BLOCK)[None, :, None] + column[None, None, :]
 
 
 @triton.jit
@@ -47,9 +59,9 @@ def row_sum(x):
 
 
 @triton.jit
-def load_for_each_row(ptr, inside, ROWS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+def load_for_each_row(ptr, col, inside, ROWS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     """[ROWS, CHUNKS, BLOCK] in float32 of the vector at `ptr`, each thread what it needs: no exchange of registers."""
-    place = tl.broadcast_to(columns(CHUNKS, BLOCK), (ROWS, CHUNKS, BLOCK))
+    place = tl.broadcast_to(col, (ROWS, CHUNKS, BLOCK))
     return tl.load(ptr + place, mask=tl.broadcast_to(inside, (ROWS, CHUNKS, BLOCK)), other=0.0).to(tl.float32)
 
 
@@ -65,14 +77,14 @@ def normalise(x, inside, width, eps):
 @triton.jit
 def through_norm(g, x_hat, rstd, width):
     """From `g`, the gradient of `x_hat`, that of x. How the row's own variance and mean answer to x: two sums."""
-    by_variance = row_sum(g * x_hat) / width
-    by_mean = row_sum(g) / width
+    both = tl.join(tl.sum(g * x_hat, 1), tl.sum(g, 1))  # so that warps which share a row meet once
+    by_variance, by_mean = tl.split(tl.sum(both, 1)[:, None, None, :] / width)
     return (g - x_hat * by_variance - by_mean) * rstd
 
 
 @triton.jit
 def own_sums(program, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Where each of a program's ROWS stores its sums: see `launch.tile_of`."""
+    """Where each of a program's ROWS stores its sums: see `launch.backward_tile_of`."""
     return (program * ROWS + tl.arange(0, ROWS))[:, None, None] * WIDTH
 
 
@@ -93,19 +105,20 @@ def _forward_kernel(
     ROWS: tl.constexpr,  # rows a program takes
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,  # CHUNKS * BLOCK: power of two, >= WIDTH
+    VECTOR: tl.constexpr,  # neighbours that a thread loads at once
 ):
     # 64 bits: rows * WIDTH may pass 2^31.
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
-    col = columns(CHUNKS, BLOCK)
+    col = columns(CHUNKS, BLOCK, VECTOR)
     inside = col < WIDTH
     mask = (row < rows) & inside
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
     mean, centred, rstd = normalise(x, inside, WIDTH, eps)
     y = centred * rstd
     if HAS_W:
-        y = y * load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
+        y = y * load_for_each_row(w_ptr, col, inside, ROWS, CHUNKS, BLOCK)
     if HAS_B:
-        y = y + load_for_each_row(b_ptr, inside, ROWS, CHUNKS, BLOCK)
+        y = y + load_for_each_row(b_ptr, col, inside, ROWS, CHUNKS, BLOCK)
     tl.store(y_ptr + row * WIDTH + col, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
@@ -132,21 +145,25 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     program = tl.program_id(0)
-    col = columns(CHUNKS, BLOCK)
+    col = columns(CHUNKS, BLOCK, VECTOR)
     inside = col < WIDTH
     dw = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, CHUNKS, BLOCK], tl.float32)
     if HAS_W:
-        w = load_for_each_row(w_ptr, inside, ROWS, CHUNKS, BLOCK)
+        w = load_for_each_row(w_ptr, col, inside, ROWS, CHUNKS, BLOCK)
     for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
         mask = (row < rows) & inside
-        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+        # All loads before what waits for one of them: a row waits for memory once.
+        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0)
         mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        x = x.to(tl.float32)
+        dy = dy.to(tl.float32)
         x_hat = tl.where(inside, (x - mean) * rstd, 0.0)
         if NEED_DX:
             g = dy
@@ -234,6 +251,11 @@ def _forward(
     return y, mean, rstd
 
 
+def _registers(width: int, tile: dict[str, int]) -> int:
+    """Of a thread of the backward kernel: two sums, the weight, x_hat, and what is computed with them."""
+    return 8 * held_by_a_thread(width, tile)
+
+
 def _backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -247,8 +269,8 @@ def _backward(
     gradients, matrix = rows_of(dy), rows_of(x)
     rows, width = matrix.shape
     dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
-    tile = tile_of(width, x.element_size())
-    programs = min(triton.cdiv(rows, tile["ROWS"]), most_programs(tile, x.device))
+    tile = backward_tile_of(width, x.element_size())
+    programs = min(triton.cdiv(rows, tile["ROWS"]), most_programs(tile, _registers(width, tile), x.device))
     partial = torch.empty((2, programs * tile["ROWS"] if need_dw else 0, width), dtype=torch.float32, device=x.device)
     if rows and (need_dx or need_dw):
         with on_device(x.device):

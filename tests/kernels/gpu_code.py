@@ -13,7 +13,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["compile_for", "instructions", "spills", "time_for"]
+__all__ = [
+    "at_once",
+    "compile_for",
+    "copied_ahead",
+    "instructions",
+    "late_loads",
+    "registers",
+    "spills",
+    "time_for",
+]
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -70,19 +79,67 @@ def spills(compiled: Any, folder: Path) -> int:
 
 def instructions(compiled: Any, folder: Path, elements: int) -> float:
     """Of one thread, for each of the `elements` that a program takes in its longest loop, or, without one, at all."""
-    return _instructions(compiled, folder) * 32 * compiled.metadata.num_warps / elements
+    return len(_loop(compiled, folder)) * 32 * compiled.metadata.num_warps / elements
 
 
-def _instructions(compiled: Any, folder: Path) -> int:
-    found, labels, longest = 0, {}, 0
+def registers(compiled: Any, folder: Path) -> int:
+    found = re.search(r"REG:(\d+)", _tool("cuobjdump", "-res-usage", compiled, folder))
+    assert found is not None, "cuobjdump says nothing about registers"
+    return int(found[1])
+
+
+def at_once(compiled: Any, folder: Path) -> int:
+    """Programs for which an H100's processor has registers (65,536, in 256s for a warp) and shared memory (227 KiB)."""
+    of_a_warp = -(-registers(compiled, folder) * 32 // 256) * 256
+    by_registers = 65536 // of_a_warp // compiled.metadata.num_warps
+    return min(by_registers, 227 * 1024 // (compiled.metadata.shared + 1024))
+
+
+def late_loads(compiled: Any, folder: Path) -> int:
+    """Loads from memory in the longest loop that stand after an instruction which waits for another one of them."""
+    loaded: set[int] = set()
+    loads = waiting = late = 0
+    for code, operands in _loop(compiled, folder):
+        first, _, others = operands.partition(",")
+        sources = others if re.fullmatch(r"\s*R\d+", first) and not code.startswith("ST") else operands
+        waiting |= bool(loaded.intersection(_registers_in(sources)))
+        if re.match(r"LDG\b", code):
+            loads += 1
+            late += waiting
+            words = int((re.search(r"\.(64|128)\b", code) or ["", 32])[1]) // 32
+            (start,) = _registers_in(first)
+            loaded |= set(range(start, start + words))
+    assert loads > 1 and waiting, f"{loads} loads in the loop, and nothing that waits for one"
+    return late
+
+
+def _registers_in(operands: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\bR(\d+)", operands)]
+
+
+def _loop(compiled: Any, folder: Path) -> list[tuple[str, str]]:
+    """Instructions of the longest loop with their operands; all, if there is none."""
+    found: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    longest: list[tuple[str, str]] = []
     for line in _tool("nvdisasm", "-c", compiled, folder).splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = found
-        elif (code := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)(.*)", line)) and code[1] != "NOP":
-            found += 1
-            if code[1] == "BRA" and (target := re.search(r"\.L_x_\d+", code[2])) and target[0] in labels:
-                longest = max(longest, found - labels[target[0]])
-    return longest if longest > 2 else found  # a kernel ends with a jump to itself
+            labels[label[1]] = len(found)
+        elif (code := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line)) and code[1] != "NOP":
+            found.append((code[1], code[2].partition(";")[0]))
+            jump = re.match(r"BRA\b", code[1]) and re.search(r"\.L_x_\d+", code[2])
+            if jump and jump[0] in labels:
+                longest = max(longest, found[labels[jump[0]] :], key=len)
+    return longest if len(longest) > 2 else found  # a kernel ends with a jump to itself
+
+
+def copied_ahead(compiled: Any) -> tuple[int, int]:
+    """Of a loop that copies to shared memory: how many tensors, and for how many turns while it waits for its own."""
+    turn = compiled.asm["ptx"].partition("Inner Loop Header")[2].partition("bra")[0]
+    tensors = turn.count("cp.async.commit_group")
+    left = re.search(r"cp\.async\.wait_group\s+(\d+)", turn)
+    assert tensors and left is not None, "nothing is copied in the loop"
+    return tensors, int(left[1]) // tensors
 
 
 def time_for(moved: int) -> float:

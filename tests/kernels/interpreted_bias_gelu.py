@@ -108,11 +108,8 @@ def test_operators_are_well_formed() -> None:
 
 MUTANTS = {
     "none": ("total += dx", "total  += dx"),
-    "bias dropped in forward": ("other=0.0).to(tl.float32) + bias\n    below", "other=0.0).to(tl.float32)\n    below"),
-    "bias dropped in backward": (
-        "other=0.0).to(tl.float32) + bias\n        dy",
-        "other=0.0).to(tl.float32)\n        dy",
-    ),
+    "bias dropped in forward": ("width).to(tl.float32) + bias\n", "width).to(tl.float32)\n"),
+    "bias dropped in backward": ("h = x.to(tl.float32) + bias", "h = x.to(tl.float32)"),
     "approximation by tanh": (
         "return tl.where(h < 0.0, tail, 1.0 - tail), density",
         "return 1.0 / (1.0 + tl.exp(-1.5957691216 * (h + 0.044715 * h * h * h))), density",
@@ -123,7 +120,8 @@ MUTANTS = {
     "density without h": ("0.3989422804 * h * density", "0.3989422804 * density"),
     "last program's sums lost": ("return dx, partial.sum(0)", "return dx, partial[:-1].sum(0)"),
     "sums of a program over each other": ("own = (program * ROWS + ", "own = (program * ROWS + 0 * "),
-    "rows skipped": ("tl.num_programs(0) * ROWS, num", "tl.num_programs(0) * ROWS * 2, num"),
+    "rows skipped": ("step = tl.num_programs(0) * ROWS", "step = tl.num_programs(0) * ROWS * 2"),
+    "the gradient of the first rows again": ("_load(dy_ptr, dy_stride, row + step,", "_load(dy_ptr, dy_stride, row,"),
     "one column of tiles only": ("triton.cdiv(width, _COLS))](", "width // _COLS)]("),
 }
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from bias_gelu_check import case, check
-from gpu_code import compile_for, instructions, spills, time_for
-from mutants import c_mutant
+from gpu_code import at_once, compile_for, instructions, late_loads, spills, time_for
+from mutants import c_mutant, triton_mutant
 
 from composer_speedups.kernels import bias_gelu as module
 from composer_speedups.kernels import bias_gelu_triton as cuda
@@ -189,19 +189,51 @@ def test_compiles_for_a_gpu(name: str, dtype: torch.dtype, capability: int, tmp_
 @pytest.mark.parametrize(("name", "moved"), [("forward_kernel", 4), ("backward_kernel", 6)])
 def test_memory_is_what_it_waits_for(name: str, moved: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    code = compiled(90, name, torch.bfloat16, ("x_stride", "dy_stride", "width"))
+    code = compiled(90, name, torch.bfloat16, ALIGNED)
     assert instructions(code, tmp_path, rows_of_a_tile(name) * cuda._COLS) < time_for(moved)
+
+
+ALIGNED = ("x_stride", "dy_stride", "width")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_tile_waits_for_memory_once(dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
+    """The next tile is on its way while one is computed, both parts of it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert not late_loads(compiled(90, "backward_kernel", dtype, ALIGNED), tmp_path)
+
+
+def test_a_tile_that_waits_twice_is_seen(tmp_path: Path, monkeypatch) -> None:
+    """Loaded in the turn that needs it, the gradient is loaded when the slope is computed."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    takes = "        x, dy = next_x, next_dy\n"
+    source = Path(cuda.__file__).read_text()
+    loads = source.partition(takes)[2].partition("        h = x.to")[0]
+    assert loads.count("_load(") == 2
+    needed = loads.replace("next_", "").replace("row + step", "row")
+    mutant = triton_mutant(cuda, takes + loads, needed, tmp_path)
+    assert late_loads(compiled(90, "backward_kernel", BF16, ALIGNED, mutant), tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "aligned"), [(BF16, ALIGNED), (BF16, ()), (FP32, ALIGNED), (FP32, ())])
+def test_all_programs_run_at_once(dtype: torch.dtype, aligned: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
+    """Backward: some that begin when the others are done would take as long again."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    room = at_once(compiled(90, "backward_kernel", dtype, aligned), tmp_path)
+    columns = 3072 // cuda._COLS
+    programs = cuda._programs(1 << 20, columns, dtype.itemsize, of_device=132)
+    assert programs * columns / 132 <= room
+    assert not aligned or programs * columns / 132 > room - 1
 
 
 def rows_of_a_tile(name: str) -> int:
     return cuda._ROWS_FORWARD if name == "forward_kernel" else cuda._ROWS_BACKWARD
 
 
-def compiled(capability: int, name: str, dtype: torch.dtype, aligned: tuple[str, ...] = ()):
+def compiled(capability: int, name: str, dtype: torch.dtype, aligned: tuple[str, ...] = (), module=cuda):
     constants = {"ROWS": rows_of_a_tile(name), "COLS": cuda._COLS}
-    constants |= {"STAGES": 1} if name == "backward_kernel" else {}
     dtypes = dict.fromkeys(("bias", "dbias"), torch.float32) | dict.fromkeys(("x", "y", "dx", "dy"), dtype)
-    return compile_for(capability, getattr(cuda, name), dtypes, constants, cuda._WARPS, aligned)
+    return compile_for(capability, getattr(module, name), dtypes, constants, cuda._WARPS, aligned)
 
 
 @pytest.mark.gpu

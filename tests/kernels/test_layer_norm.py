@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_code import compile_for, instructions, spills, time_for
+from gpu_code import at_once, compile_for, copied_ahead, instructions, late_loads, spills, time_for
 from layer_norm_check import case, check
 from shared_memory import counted
 from test_ptx import kernel
@@ -17,10 +18,11 @@ from benchmarks.null_gpu.ptx.driver import launch
 from benchmarks.null_gpu.ptx.load import program_of
 from benchmarks.null_gpu.ptx.machine import Fault
 from composer_speedups.kernels import layer_norm as module
-from composer_speedups.kernels.launch import DTYPES, tile_of
+from composer_speedups.kernels.launch import DTYPES, backward_tile_of, most_programs, tile_of
 from composer_speedups.kernels.layer_norm import layer_norm
 
 STRIDES = ("x_stride", "dy_stride")
+WIDTHS = [16, 256, 384, 512, 640, 768, 1024, 2048, 4096, 8192, 769, 1000]  # the last two are not aligned
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -40,25 +42,57 @@ def test_compiles_for_a_gpu(
 def test_memory_is_what_it_waits_for(name: str, moved: int, width: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     code = compiled(90, name, width, torch.bfloat16, STRIDES)
-    assert instructions(code, tmp_path, tile_of(width, 2)["ROWS"] * width) < 0.75 * time_for(moved)
+    assert instructions(code, tmp_path, tile_for(name, width, 2)["ROWS"] * width) < 0.75 * time_for(moved)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [256, 768, 1024, 4096])
+def test_a_row_waits_for_memory_once(width: int, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert not late_loads(compiled(90, "_backward_kernel", width, dtype, STRIDES), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_programs_run_at_once(width: int, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
+    """Backward: some that begin when the others are done would take as long again. And no fewer at BERT's widths."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled(90, "_backward_kernel", width, dtype, () if width % 16 else STRIDES)
+    tile, of_one = backward_tile_of(width, dtype.itemsize), SimpleNamespace(type="cuda")
+    monkeypatch.setattr("composer_speedups.kernels.launch.processors", lambda _: 1)
+    programs = most_programs(tile, module._registers(width, tile), of_one)
+    assert programs <= at_once(code, tmp_path)
+    if (width, dtype) in ((768, torch.bfloat16), (1024, torch.bfloat16)):
+        assert programs == at_once(code, tmp_path) == {768: 10, 1024: 8}[width]
+
+
+@pytest.mark.parametrize("stages", [3, 4])
 @pytest.mark.parametrize("width", [768, 1024])
 def test_rows_may_be_loaded_ahead(width: int, stages: int, tmp_path: Path, monkeypatch) -> None:
     """By copies to shared memory: as benchmarks/launches.py tries it. At a width that has no vectors, none are made."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     code = compiled(90, "_backward_kernel", width, torch.bfloat16, STRIDES, stages)
+    assert copied_ahead(code) == (4, stages - 2), "x, dy, mean and rstd, while the row before is computed"
     assert "cp.async" in code.asm["ptx"] and not spills(code, tmp_path)
-    moved = tile_of(width, 2)["ROWS"] * width
+    moved = backward_tile_of(width, 2)["ROWS"] * width
     assert instructions(code, tmp_path, moved) < 0.9 * time_for(6)
+
+
+def test_two_stages_load_nothing_ahead(tmp_path: Path, monkeypatch) -> None:
+    """Hence `benchmarks/launches.py` tries 3: with 2 Triton has room for one row, and copies it when it is needed."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert copied_ahead(compiled(90, "_backward_kernel", 768, torch.bfloat16, STRIDES, 2)) == (4, 0)
+
+
+def tile_for(name: str, width: int, itemsize: int) -> dict[str, int]:
+    return (tile_of if name == "_forward_kernel" else backward_tile_of)(width, itemsize)
 
 
 def compiled(
     capability: int, name: str, width: int, dtype: torch.dtype, aligned: tuple[str, ...] = (), stages: int = 1
 ):
     kernel = getattr(module, name)
-    tile = tile_of(width, dtype.itemsize)
+    tile = tile_for(name, width, dtype.itemsize)
     warps = tile.pop("num_warps")
     constants = tile | {"WIDTH": width}
     constants |= {n: True for n in ("HAS_W", "HAS_B", "NEED_DX", "NEED_DW") if n in kernel.arg_names}
@@ -87,7 +121,7 @@ def test_sums_do_not_wait_for_shared_memory(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     code = compiled(90, "_backward_kernel", 1024, torch.bfloat16, STRIDES)
     x, dy, dx = (torch.randn(8, 1024).bfloat16() for _ in range(3))
-    statistics, sums = torch.ones(2, 8), torch.zeros(2, tile_of(1024, 2)["ROWS"], 1024)
+    statistics, sums = torch.ones(2, 8), torch.zeros(2, backward_tile_of(1024, 2)["ROWS"], 1024)
     given = [("*", t) for t in (dy, x, torch.ones(1024), *statistics, dx, *sums)] + [
         ("i32", n) for n in (1024, 1024, 8)
     ]
