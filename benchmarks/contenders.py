@@ -223,6 +223,8 @@ def _grouped(lengths: np.ndarray, job: Job) -> list[int]:
 
     Of all batches in the order of their tokens, as many as count are taken at equal distances, from the middle of the
     first share to the middle of the last; those to warm up likewise. The longest come first, as transformers has them.
+    Nobody trains on the batch after those: accelerate looks one ahead, and where it finds the end, it shuts down the
+    workers of the DataLoader, for which the last step that counts would wait.
     """
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -235,7 +237,8 @@ def _grouped(lengths: np.ndarray, job: Job) -> list[int]:
     def spread_over(count: int) -> list[list[int]]:
         return [batches[(2 * i + 1) * len(batches) // (2 * count)] for i in range(count)]
 
-    return [i for batch in spread_over(job.steps - job.counted) + spread_over(job.counted) for i in batch]
+    trained = spread_over(job.steps - job.counted) + spread_over(job.counted)
+    return [i for batch in [*trained, trained[-1]] for i in batch]
 
 
 def _huggingface_best(job: Job, torch_compile: bool = False, bf16: bool = True) -> Result:

@@ -1,49 +1,89 @@
 """Everything that waits for a GPU, as one command of at most eight minutes.
 
-    PYTHONUNBUFFERED=1 python -m benchmarks.gpu --out results; code=$?; tar czf $OUT/results.tgz results; exit $code
+    python3 -m benchmarks.gpu --out results
 
-(Eleven files; a lent machine gives eight back, hence the archive, also when a test has failed. A machine without a
-package index: requirements/offline.txt.) Then, with what time is left, how the kernels are launched best here
-(`launches.py`), and more repetitions of what decides:
+Then, with what time is left, more repetitions of what decides, and how the kernels are launched best here
+(`launches.py`):
 
-    PYTHONUNBUFFERED=1 python -m benchmarks.gpu --parts launches training --first 6 --minutes 9 --out more
+    python3 -m benchmarks.gpu --parts training --first 10 --minutes 9 --out more
+    python3 -m benchmarks.gpu --parts launches --minutes 6 --out sizes
+
+On a lent machine only a few files under `$OUT` come back. Where that is set, all that there is in the folder `--out` is
+packed into `$OUT/results.tgz` (or whatever the folder is called) after each part and each training run, whether it went
+well or not: what a command that is killed has done comes back, too. `--out` itself must lie elsewhere. Such a machine
+has no package index: requirements/offline.txt says what to bring, and how.
 
 First the numerics of every CUDA path (the tests marked `gpu`: Triton kernels and variable-length attention against
 float64, loss scaling, bitsandbytes, synchronisations, compile), as what is wrong need not be measured. Then each kernel
 against the limits of the device, then whole training runs against the peers, as many repetitions as the time allows:
 speeds, MFU on real tokens (of the matmul peak measured in the same run), and the peaks of memory. What decides about
-the targets comes first, so that it has been run at least once where the time ends early.
-What is done is on disk at any moment, and `python -m benchmarks.table FOLDER` makes a table of it. Without a GPU it
-does the same on the CPU, as a rehearsal: the tests are skipped then, which is said.
+the targets comes first, three times, so that there is a spread of it where the time ends early.
+A test, kernel or run whose process does not survive it costs the others nothing: each part has processes of its own
+(`lost_workers.py`, `apart.py`, `harness.py`). What is done is on disk at any moment, and `python3 -m benchmarks.table
+FOLDER` makes a table of it. Without a GPU it does the same on the CPU, as a rehearsal: the tests are skipped then,
+which is said.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 
 from benchmarks import launches, limits, peers
-from benchmarks.harness import new_folder, run
+from benchmarks.apart import Apart
+from benchmarks.harness import new_folder, refuse_results, run
 from composer_speedups.hardware import hardware, suite_section
 
 PARTS = ("tests", "limits", "training")  # of the programme; "launches" is for what time is left
-_TESTS = 180  # seconds that the tests may take
+# In the order in which they are done: what each writes first, and the share of the time that is left then which it may
+# take if another follows. Of eight minutes the tests may take three, and the limits two.
+_WRITES = {
+    "tests": "tests.txt",
+    "limits": "limits/rows.jsonl",
+    "launches": "launches/rows.jsonl",
+    "training": "peers/rows.jsonl",
+}
+_SHARES = {"tests": 3 / 8, "limits": 2 / 5, "launches": 1 / 2}
+_HANGS = 60  # seconds after which a test is taken for one that hangs
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _MARKED = re.compile(r"mark\.gpu|\bdevice: str")  # by itself, or by conftest's fixture
 _ROOT = Path(__file__).parents[1]
 
 
 def main(arguments: list[str] | None = None) -> int:
+    options = _options(arguments)
+    deadline = time.monotonic() + 60 * options.minutes
+    if hardware() != "cuda":
+        print("no GPU here: a rehearsal on the CPU, whose numbers are the CPU's")
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts, failed = [part for part in _WRITES if part in options.parts], []
+    for part in parts:
+        share = 1 if part == parts[-1] else _SHARES[part]
+        end = time.monotonic() + share * (deadline - time.monotonic())
+        try:
+            passed = _do(part, options, end)
+        except Exception:
+            traceback.print_exc()
+            passed = False
+        finally:
+            pack(options.out)
+        failed += [] if passed else [part]
+    words = "all passed" if "tests" in parts else "no test was asked for"
+    words = f"FAILED: {', '.join(failed)}" if failed else words
+    print(f"done with {deadline - time.monotonic():.0f} s left; {words}")
+    return 1 if failed else 0
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="of all together (default: 8)")
     parser.add_argument("--batches", type=int, default=30 if hardware() == "cuda" else 2, help="that count")
@@ -58,43 +98,41 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--minutes, --batches, --workers and --first must be positive")
     if "launches" in options.parts and hardware() != "cuda":
         parser.error("launches tries how kernels are launched on a GPU, and there is none: leave it out of --parts")
-    deadline = time.monotonic() + 60 * options.minutes
-    if hardware() != "cuda":
-        print("no GPU here: a rehearsal on the CPU, whose numbers are the CPU's")
-    options.out.mkdir(parents=True, exist_ok=True)
-    passed = True
-    if "tests" in options.parts:
-        passed &= _test(options.out / "tests.txt", options.workers, min(_TESTS, 60 * options.minutes / 2))
-    if "limits" in options.parts:
-        passed &= _part(limits, options.out / "limits", deadline)
-    if "launches" in options.parts:
-        passed &= _part(launches, options.out / "launches", min(deadline, time.monotonic() + 30 * options.minutes))
-    if "training" in options.parts:
-        # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
-        folder = new_folder("peers", options.out / "peers")
+    if (brought := os.getenv("OUT")) and options.out.resolve().is_relative_to(Path(brought).resolve()):
+        parser.error(f"--out is packed into {brought}, from which only a few files come back: name a folder elsewhere")
+    for part in options.parts:
+        refuse_results(options.out / _WRITES[part])
+    return options
+
+
+def _do(part: str, options: argparse.Namespace, end: float) -> bool:
+    """One of the parts, until `end` at most; whether it went well."""
+    out = (options.out / _WRITES[part]).parent
+    if part == "tests":
+        return _test(options.out / _WRITES[part], options.workers, end - time.monotonic())
+    if part == "training":
         first = tuple(peers.ENTRIES[suite_section()])[: options.first]
-        run(peers, folder, 100, options.batches, deadline=deadline - 30, only=first)
-    words = "no test was asked for" if "tests" not in options.parts else "all passed"
-    words = words if passed else "tests or kernels FAILED"
-    print(f"done with {deadline - time.monotonic():.0f} s left; {words}")
-    return 0 if passed else 1
-
-
-def _part(part: ModuleType, out: Path, deadline: float) -> bool:
-    """Kernels, in this process; whether it went well. What is wrong with one costs the training runs nothing."""
-    import torch
-
-    try:
-        run(part, new_folder(out.name, out), 3, 32 if hardware() == "cuda" else 1, deadline=deadline)
-    except Exception:
-        traceback.print_exc()
-        return False
-    finally:
-        if hardware() == "cuda":
-            gc.collect()
-            with suppress(RuntimeError):  # an error of the device, of which these lines have told already
-                torch.cuda.empty_cache()  # or this process would keep gigabytes from the training runs
+        # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
+        more = {"deadline": end - 30, "only": first, "after_each": lambda: pack(options.out)}
+        run(peers, new_folder("peers", out), 100, options.batches, **more)
+    else:
+        kernels = Apart({"limits": limits, "launches": launches}[part])
+        run(kernels, new_folder(part, out), 3, 32 if hardware() == "cuda" else 1, deadline=end)
     return True
+
+
+def pack(folder: Path) -> None:
+    """Put all that there is in `folder` into an archive in `$OUT`, if that is set: whole at any moment."""
+    if not (brought := os.getenv("OUT")):
+        return
+    target = Path(brought, f"{folder.resolve().name}.tgz")
+    beside = target.with_suffix(".part")
+    try:
+        with tarfile.open(beside, "w:gz") as archive:
+            archive.add(folder, folder.resolve().name)
+        beside.replace(target)
+    except OSError as error:  # what is measured is worth more
+        print(f"error: {target} could not be written: {error}", file=sys.stderr)
 
 
 def marked() -> list[str]:
@@ -115,6 +153,11 @@ def _test(log: Path, workers: int, limit: float) -> bool:
         str(workers),
         "--dist",
         "worksteal",
+        # A worker ends where no test can pass any more, and where one hangs in a call that no signal interrupts.
+        "-p",
+        "benchmarks.lost_workers",
+        f"--timeout={_HANGS}",
+        "--timeout-method=thread",
         "-v",  # a line a test, at once: where the time runs out, these lines tell what passed until then
         "-rs",
         "--durations=20",
@@ -129,7 +172,13 @@ def _test(log: Path, workers: int, limit: float) -> bool:
         # Each worker's Inductor would start as many compilers as there are cores.
         environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
         tests = subprocess.Popen(
-            command, cwd=_ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            # A group, which can be ended as a whole; in a session of its own it would outlive a command that is killed.
+            command,
+            cwd=_ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
         )
         try:
             code = tests.wait(limit)
@@ -146,4 +195,7 @@ def _test(log: Path, workers: int, limit: float) -> bool:
 
 
 if __name__ == "__main__":
+    # A command over its limit: what it has said is known, what it has done is packed, and nothing of it goes on.
+    sys.stdout.reconfigure(line_buffering=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

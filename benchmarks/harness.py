@@ -2,8 +2,8 @@
 
 A part (`peers.py` and the others) has `measure`, which fills a folder of results, and `table`, which reads it: so a
 table can be made anew, or for the first time where the measurement was cut off. The folder holds `environment.json`,
-`conditions.json`, `entries.json`, `rows.jsonl`, `table.md` and `plot.png`. It is written once and never edited:
-a second run needs another folder.
+`conditions.json`, `entries.json`, `rows.jsonl`, `table.md` and `plot.png`, and what those runs said that failed in
+`failed.txt`. It is written once and never edited: a second run needs another folder.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.ablation.isolate import Isolation, Outcome
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import environment, hardware, summary
@@ -33,20 +33,27 @@ __all__ = [
     "Rows",
     "begin",
     "interleaved",
+    "keep_words",
     "markdown",
     "median",
     "new_folder",
     "plot",
     "ratios",
     "read",
+    "refuse_results",
+    "rows_in",
     "run",
     "shown",
     "spread",
     "times_run",
+    "turns",
 ]
 
 RESULTS = Path(__file__).parent / "results"
-TIMEOUT = 1800  # seconds of one run
+# Seconds of one run. On a GPU steps are milliseconds, and what takes longest is to compile with nothing in the caches:
+# 103 s on two slow cores, for the dearest entry of `peers`. What takes longer hangs, on a machine lent for minutes.
+TIMEOUT = {"cpu": 1800, "cuda": 150}
+EARLY = 3  # repetitions of what decides before the rest has its first
 GRACE = 25  # seconds that a run which has begun may take beyond the deadline
 
 Rows = list[dict[str, Any]]
@@ -119,24 +126,53 @@ def begin(folder: Path, part: str, **conditions: Any) -> None:
 
 def read(folder: Path) -> Results:
     """What was measured into `folder`."""
-    conditions, rows = folder / "conditions.json", folder / "rows.jsonl"
-    for path in (conditions, rows):
+    conditions = folder / "conditions.json"
+    for path in (conditions, folder / "rows.jsonl"):
         if not path.is_file():
             raise UserError(f"{folder} has no {path.name}: it is no folder of these benchmarks, or an older one's")
-    lines = rows.read_text().splitlines(keepends=True)
+    return Results(folder, json.loads(conditions.read_text()), rows_in(folder))
+
+
+def rows_in(folder: Path) -> Rows:
+    """What is in `rows.jsonl`, if that is there."""
+    path = folder / "rows.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith("\n"):
         lines.pop()  # killed while it wrote
-    return Results(folder, json.loads(conditions.read_text()), [json.loads(line) for line in lines])
+    return [json.loads(line) for line in lines]
 
 
 def new_folder(what: str, out: Path | None) -> Path:
     """`out`, or today's folder for `what`; refused if it holds results already."""
     folder = out or RESULTS / f"{datetime.date.today():%Y-%m-%d}_{hardware()}_{what}"
-    if (folder / "rows.jsonl").exists():
-        raise SystemExit(f"error: {folder} holds results already, and results are never edited. Name another --out")
+    refuse_results(folder / "rows.jsonl")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "environment.json").write_text(json.dumps(environment(), indent=1, default=str))
     return folder
+
+
+def refuse_results(path: Path) -> None:
+    """End the command if there is `path` already."""
+    if path.exists():
+        where = path.parent
+        raise SystemExit(f"error: {where} holds results already, and results are never edited. Name another --out")
+
+
+def turns(names: Sequence[str], repetitions: int, urgent: int = 0) -> Iterator[tuple[int, str]]:
+    """Who runs in which repetition, in the order of their runs: everybody once a repetition.
+
+    Rotated, so that no entry always follows the same other. The first `urgent` entries have `EARLY` repetitions before
+    the others have their first, and these as many before all go on together.
+
+    >>> list(turns("abc", 2))
+    [(0, 'a'), (0, 'b'), (0, 'c'), (1, 'b'), (1, 'c'), (1, 'a')]
+    """
+    first, others, early = names[:urgent], names[urgent:], min(EARLY, repetitions)
+    early = early if first and others else 0
+    for some, numbers in ((first, range(early)), (others, range(early)), (names, range(early, repetitions))):
+        for n in numbers:
+            start = n % len(some)
+            yield from ((n, name) for name in [*some[start:], *some[:start]])
 
 
 def interleaved(
@@ -147,6 +183,8 @@ def interleaved(
     batches: int,
     deadline: float | None = None,
     first: int = 0,
+    urgent: int = 0,
+    after_each: Callable[[], object] = lambda: None,
 ) -> Rows:
     """Run every entry once a repetition, each in a fresh process; return one row a run.
 
@@ -158,6 +196,8 @@ def interleaved(
         deadline: on the clock of `time.monotonic`: no run is begun after it, one that has begun is stopped `GRACE`
             seconds later, and what has run is what there is.
         first: the number of the first repetition, where a benchmark does each by itself.
+        urgent: so many of the entries, the first ones, come before the others (`turns`).
+        after_each: called after each run.
 
     A row's speeds: `samples_per_second` as it was; `real_tokens_per_second`, by which contenders are compared, as
     batches hold more of them or fewer; `flops_per_second` of the model's mathematics. A row is `overlapped` if other
@@ -171,36 +211,43 @@ def interleaved(
         _write_entries(entries, recipes, folder)
     rows, names = [], list(entries)
     with Isolation("benchmarks.contenders:measure", (*PRELOAD, "benchmarks.contenders")) as isolation:
-        for turn in range(repetitions):
-            repetition = first + turn
-            # Rotated, so that no entry always follows the same other.
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                left = TIMEOUT if deadline is None else deadline - time.monotonic()
-                if left <= 0:
-                    print(f"out of time after {len(rows)} of {len(names) * repetitions} runs", file=sys.stderr)
-                    return rows
-                recipe = recipes[name]
-                payload = {
-                    "contender": entries[name].contender,
-                    "recipe": recipe.to_dict(),
-                    "steps": steps,
-                    "counted": batches,
-                    "seed": 17 + repetition,
-                    "arguments": dict(entries[name].arguments),
-                }
-                outcome = isolation.run(payload, timeout=min(TIMEOUT, left + GRACE))
-                row = {"entry": name, "repetition": repetition, "status": outcome.status, "reason": outcome.reason}
-                row |= {"overlapped": not outcome.alone, "waited": outcome.waited, **(outcome.value or {})}
-                row |= _speeds(row, recipe.batch_size, batches)
-                rows.append(row)
-                with (folder / "rows.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                speed = row["samples_per_second"]
-                said = f"{speed:.1f} samples/s" if speed else f"{outcome.status}: {outcome.reason}"
-                print(f"[{len(rows)}/{len(names) * repetitions}] {name}: {said}", file=sys.stderr, flush=True)
-                if isolation.note and len(rows) == 1:
-                    print(isolation.note, file=sys.stderr)
+        for turn, name in turns(names, repetitions, urgent):
+            repetition, limit = first + turn, TIMEOUT[hardware()]
+            left = limit if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                print(f"out of time after {len(rows)} of {len(names) * repetitions} runs", file=sys.stderr)
+                return rows
+            recipe = recipes[name]
+            payload = {
+                "contender": entries[name].contender,
+                "recipe": recipe.to_dict(),
+                "steps": steps,
+                "counted": batches,
+                "seed": 17 + repetition,
+                "arguments": dict(entries[name].arguments),
+            }
+            outcome = isolation.run(payload, timeout=min(limit, left + GRACE))
+            row = {"entry": name, "repetition": repetition, "status": outcome.status, "reason": outcome.reason}
+            row |= {"overlapped": not outcome.alone, "waited": outcome.waited, **(outcome.value or {})}
+            row |= _speeds(row, recipe.batch_size, batches)
+            rows.append(row)
+            with (folder / "rows.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            if outcome.status != "ok":
+                keep_words(folder, f"{name}, repetition {repetition}", outcome)
+            speed = row["samples_per_second"]
+            said = f"{speed:.1f} samples/s" if speed else f"{outcome.status}: {outcome.reason}"
+            print(f"[{len(rows)}/{len(names) * repetitions}] {name}: {said}", file=sys.stderr, flush=True)
+            if isolation.note and len(rows) == 1:
+                print(isolation.note, file=sys.stderr)
+            after_each()
     return rows
+
+
+def keep_words(folder: Path, what: str, outcome: Outcome) -> None:
+    """Append to `failed.txt` what a run that failed has printed, with its traceback: a lent machine cannot be asked."""
+    with (folder / "failed.txt").open("a") as file:
+        file.write(f"=== {what}: {outcome.status}: {outcome.reason}\n{outcome.log}\n")
 
 
 def _write_entries(entries: Mapping[str, Entry], recipes: Mapping[str, Recipe], folder: Path) -> None:
@@ -289,9 +336,12 @@ def plot(folder: Path, values: Mapping[str, Sequence[float]], unit: str) -> None
 
 
 def _large_enough(entry: Entry, steps: int) -> Recipe:
-    """The entry's recipe, with as many samples as that many steps take, at least."""
+    """The entry's recipe, with a batch more than that many steps take, at least.
+
+    Whoever looks a batch ahead would otherwise find the end, and shut its workers down, before the last step is over.
+    """
     recipe = load_recipe(entry.recipe, entry.overrides, check_arguments=False)
-    needed, there = steps * recipe.batch_size, recipe.task.train_samples
+    needed, there = (steps + 1) * recipe.batch_size, recipe.task.train_samples
     if there is None or there >= needed:
         return recipe
     return recipe.model_copy(update={"task": recipe.task.model_copy(update={"train_samples": needed})})

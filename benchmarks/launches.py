@@ -1,10 +1,11 @@
 """How the Triton kernels are launched best on this device: warps, sizes of blocks, rows loaded ahead, programs.
 
-    python -m benchmarks.gpu --parts launches --out sizes
+    python3 -m benchmarks.gpu --parts launches --minutes 6 --out sizes
 
 `kernels/launch.py` and the kernels' own files choose by arithmetic. This tries what else could be chosen, with as many
 tokens as a batch has and with as many as `limits` takes, forward and backward apart, interleaved. What is found better
-goes into those files by hand, with this folder as the reason; nothing is tried on a user's time.
+goes into those files by hand, with this folder as the reason; nothing is tried on a user's time. As in `limits`, what
+fails is left out, also by a process that goes on in the folder of one which that has ended.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import kernels
-from benchmarks.harness import begin, markdown, read, spread, times_run
-from benchmarks.limits import note, seconds_of
+from benchmarks.apart import Failures, failed_before
+from benchmarks.harness import begin, markdown, read, rows_in, spread, times_run
+from benchmarks.limits import seconds_of
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import hardware
 
@@ -66,39 +68,40 @@ def measure(folder: Path, repetitions: int, batches: int, deadline: float | None
     """`batches` scales the larger number of tokens, as in `limits`."""
     if hardware() != "cuda":
         raise UserError("launches tries how Triton's kernels are launched, and there is no GPU here: measure limits")
-    device, failed = _device(), _Failed(folder / "failed.json")
+    device, failed = _device(), Failures(folder)
     begin(folder, "launches", width=_WIDTH)
     sweeps = [_copy(device), *_made(device, (_BATCH, batches * 8192), failed)]
     # Both sizes of a kernel together: what is compiled for one is there for the other.
     by_name = {sweep.name: [other for other in sweeps if other.name == sweep.name] for sweep in sweeps}
     work = [(sweep, way) for both in by_name.values() for way in both[0].ways() for sweep in both]
     forget = _forgetting(device)
+    measured = {(row["repetition"], row["kernel"], row["tokens"], row["entry"]) for row in rows_in(folder)}
     expected: dict[tuple[str, int], Any] = {}  # what the present way computes, of the kernel at hand
     for done, (repetition, (sweep, way)) in enumerate(itertools.product(range(repetitions), work)):
         if deadline is not None and time.monotonic() > deadline:
             print(f"out of time after {done} of {repetitions * len(work)} measurements", file=sys.stderr)
             break
         present, entry = way == next(sweep.ways()), _words(way)
-        if failed.has(sweep, entry):
+        name = f"{sweep.name}, {sweep.tokens:,} tokens, {entry}"
+        there = (repetition, sweep.name, sweep.tokens, entry) in measured
+        if name in failed or (there and not (present and not repetition)):  # with that one the others are compared
             continue
-        try:
-            with sweep.set_to(way):
-                if not repetition:
-                    found = sweep.call()
-                    if present:
-                        expected = {key: x for key, x in expected.items() if key[0] == sweep.name}
-                        expected[sweep.name, sweep.tokens] = found
-                    elif (right := expected.get((sweep.name, sweep.tokens))) is not None and not _same(found, right):
-                        raise ArithmeticError("it computes something else than the present way")
-                    del found
-                taken = seconds_of(sweep.call, device, _SECONDS, forget)
-        except Exception as error:  # too much shared memory, for one
-            failed.note(sweep, entry, error, serious=present or isinstance(error, ArithmeticError))
-            continue
-        row = {"repetition": repetition, "kernel": sweep.name, "tokens": sweep.tokens, "entry": entry, "way": way}
-        row |= {"present": present, "seconds": taken, "bytes": sweep.bytes}
-        with (folder / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with failed.attempt(name, optional=not present), sweep.set_to(way):  # too much shared memory, for one
+            if not repetition:
+                found = sweep.call()
+                if present:
+                    expected = {key: x for key, x in expected.items() if key[0] == sweep.name}
+                    expected[sweep.name, sweep.tokens] = found
+                elif (right := expected.get((sweep.name, sweep.tokens))) is not None and not _same(found, right):
+                    raise ArithmeticError("it computes something else than the present way")
+                del found
+            if there:
+                continue
+            taken = seconds_of(sweep.call, device, _SECONDS, forget)
+            row = {"repetition": repetition, "kernel": sweep.name, "tokens": sweep.tokens, "entry": entry, "way": way}
+            row |= {"present": present, "seconds": taken, "bytes": sweep.bytes}
+            with (folder / "rows.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
     failed.tell()
 
 
@@ -124,45 +127,18 @@ def table(folder: Path) -> str:
         f"bf16; of each kernel the present way and the {_SHOWN} fastest; milliseconds, median [lowest, highest]; share "
         "of the copy's bandwidth for the bytes that must be moved; speed against the present way."
     )
-    there = folder / "failed.json"
-    notes = [f"failed: {what}: {why}" for what, why in json.loads(there.read_text()).items()] if there.exists() else []
+    notes = [f"failed: {what}: {why}" for what, why in failed_before(folder).items()]
     return markdown(folder, heading, ("", "ms", "of bandwidth", "speed"), body, notes)
 
 
-class _Failed:
-    """What could not be made or measured, with the reason: in a file, and at the end, if it is serious, an error."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.reasons: dict[str, str] = {}
-        self.serious: list[str] = []
-
-    def note(self, sweep: Sweep | str, entry: str, error: Exception, serious: bool) -> None:
-        note(self.reasons, name := self._name(sweep, entry), error)
-        self.path.write_text(json.dumps(self.reasons, indent=1))
-        if serious:
-            self.serious.append(name)
-
-    def has(self, sweep: Sweep, entry: str) -> bool:
-        return self._name(sweep, entry) in self.reasons
-
-    def tell(self) -> None:
-        if self.serious:
-            raise RuntimeError("\n".join(["failed:", *(f"{name}: {self.reasons[name]}" for name in self.serious)]))
-
-    @staticmethod
-    def _name(sweep: Sweep | str, entry: str) -> str:
-        return f"{sweep}, {entry}" if isinstance(sweep, str) else f"{sweep.name}, {sweep.tokens:,} tokens, {entry}"
-
-
-def _made(device: Any, sizes: tuple[int, ...], failed: _Failed) -> list[Sweep]:
+def _made(device: Any, sizes: tuple[int, ...], failed: Failures) -> list[Sweep]:
     """All kernels, each with every number of tokens; one that fails when it is prepared costs the others nothing."""
     found = []
     for make, tokens in itertools.product((_layer_norm, _dropout_add_norm, _bias_gelu, _cross_entropy), sizes):
-        try:
-            found += make(device, tokens)
-        except Exception as error:
-            failed.note(make.__name__.strip("_"), f"{tokens:,} tokens", error, serious=True)
+        name = f"{make.__name__.strip('_')}, {tokens:,} tokens"
+        if name not in failed:
+            with failed.attempt(name):
+                found += make(device, tokens)
     return found
 
 

@@ -4,7 +4,8 @@ Kernels that wait for memory are compared with the bytes that they must move at 
 written once. The bandwidth is a copy's, or, where that is faster, that of changing a tensor in place: a CPU reads a
 line before it writes to it, which a copy does for nothing. What else has the same purpose (PyTorch's own operation;
 Liger's LayerNorm and optimi's AdamW: `pip install .[bench]`) is measured beside it, interleaved, in one process. Of a
-GPU it is the device's time, without the host's for launching. A kernel that fails is left out, and named at the end.
+GPU it is the device's time, without the host's for launching. A kernel that fails is left out, and named at the end:
+also by a process that goes on in the folder of one which that kernel has ended (`apart.py`).
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import importlib.util
 import json
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import kernels
-from benchmarks.harness import begin, markdown, plot, read, spread, times_run
+from benchmarks.apart import Failures, failed_before
+from benchmarks.harness import begin, markdown, plot, read, rows_in, spread, times_run
 from benchmarks.kernels import Kernel
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import hardware, matmul_peak, suite_section
 
-__all__ = ["measure", "note", "seconds_of", "table"]
+__all__ = ["measure", "seconds_of", "table"]
 
 _SECONDS = 0.15  # spent on each kernel in each repetition, at least
 _CLOCK = 2e9  # a GPU's, or a little more: cycles a second
@@ -40,31 +41,30 @@ def measure(folder: Path, repetitions: int, batches: int, deadline: float | None
         raise UserError("limits measures kernels in bf16, and this CPU has no bf16 products: measure peers or growth")
     torch.manual_seed(0)
     tokens, width = batches * (8192 if device.type == "cuda" else 1024), 768 if device.type == "cuda" else 256
-    failed: dict[str, str] = {}
+    if not (folder / "conditions.json").exists():
+        precisions = ("tf32", "bf16") if device.type == "cuda" else ("fp32", "bf16")
+        peaks = {precision: matmul_peak(device.type, precision) for precision in precisions}
+        missing = [name for name, module in _RIVALS.items() if importlib.util.find_spec(module) is None]
+        missing = missing if device.type == "cuda" else []
+        begin(folder, "limits", peaks=peaks, tokens=tokens, width=width, missing=missing)
+    failed = Failures(folder)
     made = list(_made(device, tokens, width, failed))
-    precisions = ("tf32", "bf16") if device.type == "cuda" else ("fp32", "bf16")
-    peaks = {precision: matmul_peak(device.type, precision) for precision in precisions}
-    missing = [name for name, module in _RIVALS.items() if importlib.util.find_spec(module) is None]
-    begin(folder, "limits", peaks=peaks, tokens=tokens, width=width, missing=missing if device.type == "cuda" else [])
+    measured = {(row["repetition"], row["entry"]) for row in rows_in(folder)}
     for repetition in range(repetitions):
         if deadline is not None and time.monotonic() > deadline and repetition:
             break
         for kernel in made[repetition % len(made) :] + made[: repetition % len(made)]:
-            if kernel.name in failed:
+            if kernel.name in failed or (repetition, kernel.name) in measured:
                 continue
-            try:
+            with failed.attempt(kernel.name):  # one has never run on such a device: the others are worth as much
                 taken = seconds_of(kernel.call, device, _SECONDS)
-            except Exception as error:  # of one that has never run on such a device: the others are worth as much
-                note(failed, kernel.name, error)
-                continue
-            row = {"repetition": repetition, "group": kernel.group, "entry": kernel.name, "seconds": taken}
-            with (folder / "rows.jsonl").open("a") as file:
-                file.write(json.dumps(row | {"bytes": kernel.bytes, "flops": kernel.flops}) + "\n")
-    if failed:
-        raise RuntimeError("\n".join(["failed:", *(f"{name}: {why}" for name, why in failed.items())]))
+                row = {"repetition": repetition, "group": kernel.group, "entry": kernel.name, "seconds": taken}
+                with (folder / "rows.jsonl").open("a") as file:
+                    file.write(json.dumps(row | {"bytes": kernel.bytes, "flops": kernel.flops}) + "\n")
+    failed.tell()
 
 
-def _made(device: Any, tokens: int, width: int, failed: dict[str, str]) -> Iterator[Kernel]:
+def _made(device: Any, tokens: int, width: int, failed: Failures) -> Iterator[Kernel]:
     """All kernels; of a group that cannot be made to its end, those before that, and the reason in `failed`."""
     groups = {
         "copies": kernels.copies(device),
@@ -76,15 +76,14 @@ def _made(device: Any, tokens: int, width: int, failed: dict[str, str]) -> Itera
         "losses": kernels.losses(device, tokens),
     }
     for name, group in groups.items():
-        try:
-            yield from group
-        except Exception as error:
-            note(failed, f"{name}, those that were to come", error)
-
-
-def note(failed: dict[str, str], name: str, error: Exception) -> None:
-    traceback.print_exception(error)
-    failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        made: Kernel | None = None
+        while (rest := f"{name}, those after {made.name if made else 'none'}") not in failed:
+            made = None
+            with failed.attempt(rest):
+                made = next(group, None)
+            if made is None:
+                break
+            yield made
 
 
 def table(folder: Path) -> str:
@@ -116,6 +115,7 @@ def table(folder: Path) -> str:
     percent = {name: [100 * share for share in each] for name, each in shares.items()}
     plot(folder, percent, "% of bandwidth, or of the bf16 matmul peak")
     notes = [f"not installed: {', '.join(missing)}"] if missing else []
+    notes += [f"failed: {what}: {why}" for what, why in failed_before(folder).items()]
     return markdown(folder, heading, ("", "ms", "share of the limit"), body, notes)
 
 

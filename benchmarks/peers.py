@@ -8,14 +8,30 @@ the same samples. Peers have SDPA attention, which is what a user gets. Stock Co
 from __future__ import annotations
 
 import statistics
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Entry, Rows, begin, interleaved, markdown, plot, ratios, read, shown, spread, times_run
+from benchmarks.harness import (
+    EARLY,
+    Entry,
+    Rows,
+    begin,
+    interleaved,
+    markdown,
+    plot,
+    ratios,
+    read,
+    shown,
+    spread,
+    times_run,
+)
+from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.hardware import hardware, matmul_peak, suite_section
 
-__all__ = ["ENTRIES", "measure", "table"]
+__all__ = ["DECIDING", "ENTRIES", "matmul_peak_of", "measure", "table"]
 
 # On a GPU nothing is downloaded; batch, learning rate and workers are the same for all. Lengths are drawn around 230
 # with a spread of 90 and cut at 256: about as film reviews have them, of which the longer part is cut at 256.
@@ -24,6 +40,7 @@ _LENGTHS = "name: dummy, mean_length: 230, length_std: 90, max_length: 256"
 _FINETUNE = (f"task={{{_LENGTHS}}}", *_CUDA)
 _MLM = (f"task={{{_LENGTHS}, objective: mlm}}", *_CUDA)
 _PEER = (*_FINETUNE, "model.attn_implementation=sdpa")
+_PEAK = 60  # seconds that measuring it may take
 _MEMORY = ("batch_size=4", "model.pretrained=false")
 
 # On every CPU, name in the table -> what runs.
@@ -35,7 +52,8 @@ _CPU = {
 }
 
 # name in the table -> what runs. Of each kind (`_kind`) the first is what speed-ups are ratios to. On a GPU, where time
-# may run out, what decides about the targets comes first.
+# may run out, what decides about the targets comes first, and `DECIDING` says how many do.
+DECIDING = {"cpu": 0, "cpu_without_bf16": 0, "cuda": 10}
 ENTRIES = {
     "cpu": {
         **_CPU,
@@ -66,16 +84,17 @@ ENTRIES = {
         "Hugging Face Trainer, best (bf16, fused AdamW, group by length)": Entry(
             "huggingface_best", "finetune/fp32", _PEER
         ),
+        "ours: mlm/amp": Entry("ours", "mlm/amp", _MLM),
+        "ours: mlm/fastest": Entry("ours", "mlm/fastest", _MLM),
+        "ours: memory/fp32 (BERT-large)": Entry("ours", "memory/fp32", _MEMORY),
+        "ours: memory/leanest (BERT-large)": Entry("ours", "memory/leanest", _MEMORY),
+        # They take longest where nothing is in the caches.
         "Hugging Face Trainer, best, compiled": Entry(
             "huggingface_best", "finetune/fp32", _PEER, {"torch_compile": True}
         ),
         "Composer, best (bf16 AMP, fused AdamW, its LowPrecisionLayerNorm, compiled)": Entry(
             "composer_best", "finetune/fp32", _PEER
         ),
-        "ours: mlm/amp": Entry("ours", "mlm/amp", _MLM),
-        "ours: mlm/fastest": Entry("ours", "mlm/fastest", _MLM),
-        "ours: memory/fp32 (BERT-large)": Entry("ours", "memory/fp32", _MEMORY),
-        "ours: memory/leanest (BERT-large)": Entry("ours", "memory/leanest", _MEMORY),
         # Whether the unmeasured parts of `fastest` pay: its block kernels beside Inductor, and its compiler.
         "ours: finetune/fastest, dropout + residual + norm by Inductor": Entry(
             "ours",
@@ -116,8 +135,10 @@ def measure(
     deadline: float | None = None,
     only: tuple[str, ...] = (),
     changes: tuple[str, ...] = (),
+    after_each: Callable[[], object] = lambda: None,
 ) -> None:
-    """`only`: names of entries, or parts of names; `changes`: `KEY=VALUE`, in the recipe of every entry."""
+    """`only`: names of entries, or parts of names; `changes`: `KEY=VALUE`, in the recipe of every entry; `after_each`:
+    called after each run."""
     section = suite_section()
     entries = ENTRIES[section]
     parts = [part for part in only if part not in entries]  # a whole name is that entry's alone
@@ -126,10 +147,38 @@ def measure(
         raise SystemExit(f"error: --only {' '.join(only)}: no such entry. There are: {', '.join(entries)}")
     chosen = {name: replace(entry, overrides=(*entry.overrides, *changes)) for name, entry in chosen.items()}
     precision = "fp32" if section == "cpu_without_bf16" else "bf16"
-    begin(
-        folder, "peers", batches=batches, precision=precision, peak=matmul_peak(hardware(), precision), changes=changes
+    urgent = len(chosen.keys() & set(list(entries)[: DECIDING[section]]))
+    said = {"early": min(EARLY, repetitions), "urgent": urgent} if 0 < urgent < len(chosen) else {}
+    said |= {"cache": _cache()} if section == "cuda" else {}
+    begin(folder, "peers", batches=batches, precision=precision, peak=_peak(precision), changes=changes, **said)
+    interleaved(
+        *(chosen, folder),
+        repetitions=repetitions,
+        batches=batches,
+        deadline=deadline,
+        urgent=urgent,
+        after_each=after_each,
     )
-    interleaved(chosen, folder, repetitions=repetitions, batches=batches, deadline=deadline)
+
+
+def _cache() -> str:
+    """The folder in which all runs, each in a process of its own, find what others have compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def _peak(precision: str) -> float | None:
+    """The matmul peak, from a process of its own: what may be wrong with the device then ends no training."""
+    with Isolation("benchmarks.peers:matmul_peak_of") as isolation:
+        outcome = isolation.run(precision, timeout=_PEAK)
+    if outcome.value is None:
+        print(f"no matmul peak, and no MFU: {outcome.reason}\n{outcome.log}", file=sys.stderr)
+    return outcome.value
+
+
+def matmul_peak_of(precision: str, report: Callable[[Any], None]) -> float:
+    return matmul_peak(hardware(), precision)
 
 
 def table(folder: Path) -> str:
@@ -141,9 +190,13 @@ def table(folder: Path) -> str:
         "as many; median over the runs [lowest, highest]; ratios of real tokens per second within each repetition, "
         "against the first line of its kind, and of the fastest of its kind against this. MFU: the whole model's "
         "mathematics on real tokens (also what last_layer_subset finds nobody to read, a part of one layer), of the "
-        f"{precision} matmul peak measured here, {peak / 1e12:.3g} TFLOP/s. Memory: the peak of the process or of the "
-        "GPU's allocator."
+        f"{precision} matmul peak measured here, {f'{peak / 1e12:.3g} TFLOP/s' if peak else 'which failed'}. Memory: "
+        "the peak of the process or of the GPU's allocator."
     )
+    if urgent := found.conditions.get("urgent"):
+        heading += f" The first {urgent} lines have {found.conditions['early']} repetitions before the others begin."
+    if found.conditions.get("cache"):
+        heading += " Compiled code is kept: what is not new in a later repetition is found in PyTorch's cache."
     if changes := found.conditions.get("changes"):
         heading += f" Every recipe with {', '.join(changes)}."
     head = (
@@ -165,7 +218,7 @@ def _kind(name: str) -> str:
     return next((kind for kind in ("mlm/", "memory/") if kind in name), "")
 
 
-def _line(rows: Rows, name: str, names: list[str], peak: float) -> tuple[str, ...]:
+def _line(rows: Rows, name: str, names: list[str], peak: float | None) -> tuple[str, ...]:
     speeds = _values(rows, name, "samples_per_second")
     if not speeds:
         why = next((row["reason"] for row in rows if row["entry"] == name and row["reason"]), "no result")
@@ -177,7 +230,7 @@ def _line(rows: Rows, name: str, names: list[str], peak: float) -> tuple[str, ..
         shown(rows, name),
         spread(speeds, ".1f"),
         spread(_values(rows, name, "real_tokens_per_second"), ",.0f"),
-        spread([100 * rate / peak for rate in _values(rows, name, "flops_per_second")], ".1f", " %"),
+        spread([100 * rate / peak for rate in _values(rows, name, "flops_per_second") if peak], ".1f", " %"),
         spread(ratios(rows, name, like[0], _tokens), unit="x"),
         spread(ratios(rows, fastest, name, _tokens), unit="x") if fastest else "",
         f"{statistics.median(memory) / 1e6:,.0f}" if memory else "",

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import tarfile
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +28,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
+    apart,
     compiling,
     contenders,
     gpu,
@@ -72,7 +80,8 @@ def job(recipe: str, *overrides: str, steps: int = 3, counted: int = 2) -> conte
 def test_every_entry_can_be_built(name: str) -> None:
     entry = ENTRIES[name]
     recipe = load_recipe(entry.recipe, entry.overrides)  # with the arguments of all speed-ups checked
-    assert harness._large_enough(entry, 12).task.train_samples >= 12 * recipe.batch_size
+    # A batch more than the steps take: nobody who looks ahead may find the end.
+    assert harness._large_enough(entry, 12).task.train_samples >= 13 * recipe.batch_size
     assert all(algorithm.slot != "batches" for algorithm in recipe.algorithms()), "every contender has the same batches"
     inspect.signature(contenders.CONTENDERS[entry.contender]).bind(job("cpu/fp32"), **entry.arguments)
 
@@ -168,6 +177,34 @@ def _first_loss(this: contenders.Job) -> float:
         return float(model(**task.collate_train([task.train[i] for i in order])).loss)
 
 
+@pytest.mark.parametrize("contender", ["ours", "composer", "huggingface", "huggingface_best", "bare_loop"])
+@pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast:FutureWarning")
+def test_nobody_comes_to_the_end_of_the_samples(contender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At it the workers of a DataLoader are shut down, and the last step that counts would wait for that."""
+    from torch.utils.data import dataloader
+
+    if contender.startswith("huggingface"):
+        pytest.importorskip("accelerate")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ended, drawn, real = [], [], dataloader._BaseDataLoaderIter.__next__
+
+    def draw(self: Any) -> Any:
+        try:
+            batch = real(self)
+        except StopIteration:
+            ended.append(self)
+            raise
+        drawn.append(batch)
+        return batch
+
+    monkeypatch.setattr(dataloader._BaseDataLoaderIter, "__next__", draw)
+    exactly = (*TINY[:-1], "batch_size=8", "task.train_samples=8")  # of 64 that are there, 80 and more are needed
+    recipe = harness._large_enough(harness.Entry(contender, "cpu/fp32", exactly), 10)
+    assert recipe.task.train_samples == 11 * 8
+    contenders.CONTENDERS[contender](contenders.Job(recipe, 10, 6, seed=5))
+    assert not ended and len(drawn) in (10, 11)
+
+
 def test_real_tokens_are_those_of_the_samples() -> None:
     this = job("cpu/fp32")
     task = build_task(this.recipe.task, this.recipe.model, seed=this.seed)
@@ -188,8 +225,8 @@ def test_grouped_batches_are_a_whole_epochs_in_miniature() -> None:
     lengths = np.random.default_rng(3).integers(10, 257, 8000)
     this = contenders.Job(load_recipe("cpu/fp32"), 12, 8, seed=5)
     order = contenders._grouped(lengths, this)
-    assert len(order) == 12 * 32
-    counted = lengths[order].reshape(12, 32)[4:]
+    assert len(order) == 13 * 32, "and a batch that is only looked at"
+    counted = lengths[order[: 12 * 32]].reshape(12, 32)[4:]
     epoch = lengths[list(LengthGroupedSampler(32, lengths=lengths.tolist()))].reshape(250, 32)
 
     def padding(batches: np.ndarray) -> float:
@@ -228,6 +265,7 @@ def test_the_table_compares_real_tokens_within_a_kind() -> None:
     assert lines["ours: x/fp32"][3] == "5.0 % [5.0, 5.0]"
     rows[0]["overlapped"] = True
     assert "beside other work" in peers._line(rows, names[0], names, 100.0)[0]
+    assert peers._line(rows, names[0], names, None)[3] == "", "no peak, no MFU"
     failed = [row(names[0], 0, 0, seconds=[], reason="out of memory")]
     assert peers._line(failed, names[0], names[:1], 1.0)[1] == "out of memory"
 
@@ -241,6 +279,42 @@ def test_a_plot_is_drawn_and_leaves_out_what_has_no_value(tmp_path: Path) -> Non
 def test_nothing_runs_after_the_deadline(tmp_path: Path) -> None:
     entries = {"a": harness.Entry("ours", "cpu/fp32", TINY)}
     assert harness.interleaved(entries, tmp_path, repetitions=1, batches=1, deadline=0.0) == []
+
+
+def test_what_decides_is_repeated_before_the_rest_begins() -> None:
+    assert list(harness.turns("abc", 2, urgent=3)) == list(harness.turns("abc", 2))
+    order = list(harness.turns("abcd", 5, urgent=2))
+    assert order[:6] == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+    assert order[6:12] == [(0, "c"), (0, "d"), (1, "d"), (1, "c"), (2, "c"), (2, "d")]
+    assert [name for _, name in order[12:]] == [*"dabc", *"abcd"], "from then on all together"
+    assert Counter(order) == {(n, name): 1 for n in range(5) for name in "abcd"}
+
+
+def test_a_run_that_hangs_on_a_gpu_costs_minutes_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert harness.TIMEOUT["cuda"] <= 150 < harness.TIMEOUT["cpu"]
+    monkeypatch.setattr(harness, "hardware", lambda: "cuda")
+    monkeypatch.setitem(harness.TIMEOUT, "cuda", 1)
+    entries, done = {"a": harness.Entry("ours", "cpu/fp32", (*TINY, "duration=1ep"))}, []
+    found = harness.interleaved(
+        entries, tmp_path, repetitions=1, batches=20_000, after_each=lambda: done.extend(harness.rows_in(tmp_path))
+    )
+    assert [(row["status"], row["reason"]) for row in found] == [("timeout", "over the time limit of 1 s")]
+    assert done == found
+    words = (tmp_path / "failed.txt").read_text()
+    assert words.startswith("=== a, repetition 0: timeout: over the time") and "benchmarks/contenders.py" in words
+
+
+def test_a_peak_that_cannot_be_measured_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is measured in a process of its own, as a device may be in a bad state."""
+    assert peers._peak("fp8") is None
+    assert "no MFU: ValueError: precision must be" in capfd.readouterr().err
+    (tmp_path / "environment.json").write_text(json.dumps(harness.environment(), default=str))
+    conditions = {"batches": 2, "precision": "bf16", "peak": None, "cache": "/cache", "urgent": 2, "early": 3}
+    harness.begin(tmp_path, "peers", **conditions)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row("ours: x/fp32", 0, 10)) + "\n")
+    text = peers.table(tmp_path)
+    assert "bf16 matmul peak measured here, which failed. Memory" in text
+    assert "The first 2 lines have 3 repetitions before the others begin. Compiled code is kept" in text
 
 
 # --- Tables ---
@@ -388,19 +462,85 @@ def test_every_optimizer_is_converted_without_a_model(key: str) -> None:
         assert optimizer.state[parameter]["state1"].dtype == torch.uint8
 
 
-def test_what_fails_in_the_kernels_costs_the_training_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise ValueError("a kernel is wrong")
+# Kernels of `limits`, of which one ruins the process for all that come after it, as an illegal access of memory does
+# where there is a GPU, and another ends it, as bitsandbytes does where CUDA reports an error.
+RUINED = """
+import os
 
-    monkeypatch.setattr(gpu, "_test", lambda *_: True)
-    monkeypatch.setattr(gpu.limits, "measure", fails)
+from benchmarks import apart, kernels, limits
+
+lost = []
+apart.context_lost = lambda: bool(lost)
+limits.suite_section = lambda: "cpu"
+limits.matmul_peak = lambda *_: 1e9
+limits._SECONDS = 0.0
+
+
+def kernel(name, ruins=False, ends=False, group="copy"):
+    def call():
+        if ruins:
+            lost.append(name)
+        if lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if ends:
+            os._exit(1)
+
+    return kernels.Kernel(group, name, call, bytes=8)
+
+
+def refuse():
+    raise ValueError("no such launch")
+
+
+def optimizers(_):
+    yield kernel("before")
+    if lost:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    os._exit(1)
+
+
+MADE = {
+    "copies": [kernel("copy"), kernel("ruins it", ruins=True), kernel("after")],
+    "norms": [kernels.Kernel("norm", "fails", refuse, bytes=8), kernel("ends it", ends=True)],
+    "losses": [kernel("last")],
+}
+for group in ("activations", "attention", "copies", "losses", "norms", "projections"):
+    setattr(kernels, group, lambda *_, group=group: iter(MADE.get(group, ())))
+kernels.optimizers = optimizers
+measure, table = limits.measure, limits.table
+"""
+
+
+def test_what_ends_a_process_of_kernels_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the programme for a GPU: also the training runs come, and what was done is brought back."""
+    (tmp_path / "ruined.py").write_text(RUINED)
+    (tmp_path / "brought").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OUT", str(tmp_path / "brought"))
+    monkeypatch.setattr(gpu, "limits", SimpleNamespace(__name__="ruined", table=limits.table))
     monkeypatch.setattr(gpu.peers, "measure", lambda *_, **__: print("the peers are measured"))
-    assert gpu.main(["--out", str(tmp_path / "out")]) == 1
-    text = capsys.readouterr()
-    assert "the peers are measured" in text.out and "kernels FAILED" in text.out
-    assert "ValueError: a kernel is wrong" in text.err
+    out = tmp_path / "out"
+    assert gpu.main(["--parts", "limits", "training", "--out", str(out)]) == 1
+    text = capfd.readouterr()
+    assert "the peers are measured" in text.out and "; FAILED: limits" in text.out
+    rows = harness.rows_in(out / "limits")
+    assert Counter(row["entry"] for row in rows) == {"copy": 3, "after": 3, "before": 3, "last": 3}
+    assert apart.failed_before(out / "limits") == {
+        "optimizers, those after before": apart._DIED,
+        "ruins it": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "fails": "ValueError: no such launch",
+        "ends it": apart._DIED,
+    }
+    words = (out / "limits" / "failed.txt").read_text()
+    assert words.count("=== ruined: ") == 3 and "ValueError: no such launch" in words and "Traceback" in words
+    assert "(exit code 1); a new process goes on without ends it and fails\n" in text.err
+    table = (out / "limits" / "table.md").read_text()
+    assert "failed: ends it: its process ended" in table and "| last |" in table
+    with tarfile.open(tmp_path / "brought" / "out.tgz") as archive:
+        assert {"out/limits/rows.jsonl", "out/limits/table.md", "out/peers/environment.json"} <= set(archive.getnames())
+    assert [file.name for file in (tmp_path / "brought").iterdir()] == ["out.tgz"]
 
 
 def test_a_kernel_that_fails_leaves_the_others_their_numbers(
@@ -428,7 +568,7 @@ def test_a_kernel_that_fails_leaves_the_others_their_numbers(
         harness.run(limits, harness.new_folder("limits", tmp_path / "out"), 2, 1)
     assert str(failure.value).splitlines() == [
         "failed:",
-        "copies, those that were to come: TypeError: a new signature",
+        "copies, those after another: TypeError: a new signature",
         "one that refuses: ValueError: no such",
     ]
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
@@ -438,15 +578,35 @@ def test_a_kernel_that_fails_leaves_the_others_their_numbers(
 
 
 def test_what_decides_on_a_gpu_comes_first() -> None:
-    first = list(peers.ENTRIES["cuda"])[:6]
+    names = list(peers.ENTRIES["cuda"])
+    first, others = names[: peers.DECIDING["cuda"]], names[peers.DECIDING["cuda"] :]
     assert first[:2] == ["ours: finetune/fp32 (TF32 off)", "ours: finetune/fastest"]
     assert sum("best" in name for name in first) == 3, "all peers at their best"
+    assert {peers._kind(name) for name in first} == {"", "mlm/", "memory/"} and len(first) == 10
+    assert [name.partition(",")[0] for name in first[8:]] == ["Hugging Face Trainer", "Composer"]
+    assert all("compiled" in name for name in first[8:]), "slow to compile where the caches are empty"
+    assert {peers._kind(name) for name in others} == {""} and not any("best" in name for name in others)
+
+
+def test_on_a_gpu_what_decides_is_repeated_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(peers, "interleaved", lambda *_, urgent, **__: asked.append(urgent))
+    monkeypatch.setattr(peers, "_peak", lambda _: 1e12)
+    for section, some, urgent in (("cuda", (), 10), ("cuda", ("ours: mlm/",), 2), ("cpu", (), 0)):
+        monkeypatch.setattr(peers, "suite_section", lambda section=section: section)
+        peers.measure(tmp_path, 5, 2, only=some)
+        said = json.loads((tmp_path / "conditions.json").read_text())
+        assert (asked[-1], said.get("urgent"), "cache" in said) == (
+            urgent,
+            10 if not some and urgent else None,
+            urgent > 0,
+        )
 
 
 def test_changes_are_in_every_entrys_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, harness.Entry] = {}
     monkeypatch.setattr(peers, "interleaved", lambda entries, folder, **_: given.update(entries))
-    monkeypatch.setattr(peers, "matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr(peers, "_peak", lambda _: 1e12)  # it is measured in another process
     arguments = ["peers", "--only", "ours", "--set", "batch_size=4", "model.config.hidden_size=64"]
     run.main([*arguments, "--out", str(tmp_path)])
     for name, entry in given.items():
@@ -461,15 +621,154 @@ def test_changes_are_in_every_entrys_recipe(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[tuple[str, ...]] = []
+    monkeypatch.delenv("OUT", raising=False)
     monkeypatch.setattr(gpu, "_test", lambda *_: False)
-    monkeypatch.setattr(gpu.limits, "measure", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(gpu.peers, "measure", lambda *_, deadline, only: asked.append(only))
+    monkeypatch.setattr(gpu.peers, "measure", lambda *_, deadline, only, after_each: asked.append(only))
     assert gpu.main(["--parts", "training", "--first", "3", "--out", str(tmp_path)]) == 0
     assert asked == [tuple(peers.ENTRIES[suite_section()])[:3]]
     assert "no test was asked for" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["environment.json", "peers"], "and nothing is packed"
     with pytest.raises(SystemExit):
         gpu.main(["--parts", "trainings", "--out", str(tmp_path)])
     assert "invalid choice: 'trainings'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parts", "minutes"),
+    [
+        ({"tests": 3, "limits": 2, "training": 3}, 8),
+        ({"launches": 6}, 6),
+        ({"launches": 3, "training": 3}, 6),
+        ({"tests": 9}, 9),
+    ],
+)
+def test_a_part_has_its_share_of_the_time_and_the_last_one_all(
+    parts: dict[str, float], minutes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, given = [1000.0], {}
+
+    def do(part: str, _: Any, end: float) -> bool:
+        given[part] = (end - now[0]) / 60
+        now[0] = end
+        return True
+
+    monkeypatch.setattr(gpu, "_do", do)
+    monkeypatch.setattr(gpu, "hardware", lambda: "cuda")
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    assert gpu.main(["--parts", *reversed(parts), "--minutes", str(minutes), "--out", str(tmp_path)]) == 0
+    assert given == pytest.approx(parts) and list(given) == list(parts)
+
+
+@pytest.mark.parametrize("there", ["tests.txt", "limits/rows.jsonl", "peers/rows.jsonl"])
+def test_results_that_are_there_are_named_before_anything_is_done(there: str, tmp_path: Path) -> None:
+    file = tmp_path / there
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    with pytest.raises(SystemExit, match=rf"^error: {file.parent} holds results already.* Name another --out$"):
+        gpu.main(["--out", str(tmp_path)])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
+
+
+def test_what_is_done_is_brought_back_whatever_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lent machine gives back what lies under `OUT`, and only a few files of it."""
+    brought, out = tmp_path / "brought", tmp_path / "out"
+    brought.mkdir()
+    monkeypatch.setenv("OUT", str(brought))
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(brought / "results")])
+    assert "name a folder elsewhere" in capsys.readouterr().err
+
+    def names() -> set[str]:
+        with tarfile.open(brought / "out.tgz") as archive:
+            return {Path(name).name for name in archive.getnames() if Path(name).suffix}
+
+    def measure(folder: Path, *_: Any, after_each: Any, **__: Any) -> None:
+        assert names() == {"tests.txt"}, "of the tests, which failed"
+        (folder / "run.txt").touch()
+        after_each()
+        assert "run.txt" in names()
+        (folder / "another.txt").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "_test", lambda log, *_: bool(log.write_text("")))
+    monkeypatch.setattr(gpu.peers, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--parts", "tests", "training", "--out", str(out)])
+    assert names() == {"tests.txt", "environment.json", "run.txt", "another.txt"}
+    assert [file.name for file in brought.iterdir()] == ["out.tgz"]
+    monkeypatch.setenv("OUT", str(tmp_path / "nowhere"))
+    gpu.pack(out)
+    assert "out.tgz could not be written: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_of_a_command_that_is_over_its_limit_nothing_goes_on(tmp_path: Path) -> None:
+    brought, log = tmp_path / "brought", tmp_path / "out" / "tests.txt"
+    brought.mkdir()
+    command = [sys.executable, "-m", "benchmarks.gpu", "--parts", "tests", "--workers", "1", "--out", str(log.parent)]
+    programme = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OUT": str(brought)}, start_new_session=True)
+
+    def running() -> dict[int, str]:
+        """All processes of its session, with their commands."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == programme.pid and state != "Z":
+                    found[int(process.name)] = (process / "cmdline").read_text()
+        return found
+
+    try:
+        while not any("benchmarks.lost_workers" in command for command in running().values()):
+            assert programme.poll() is None
+            time.sleep(0.1)
+        programme.terminate()
+        assert programme.wait(30) == 143
+        end = time.monotonic() + 5  # those that are killed need a moment
+        while running() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not running()
+    finally:
+        for pid in running():
+            os.kill(pid, signal.SIGKILL)
+        programme.wait()
+    with tarfile.open(brought / "out.tgz") as archive:
+        assert "out/tests.txt" in archive.getnames()
+
+
+def test_a_worker_that_no_test_can_use_any_more_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One test costs itself: one that leaves an error for good, and one that hangs where no signal interrupts it."""
+    (tmp_path / "test_probe.py").write_text("""
+import signal, time
+import pytest
+from benchmarks import apart
+
+lost = []
+apart.context_lost = lambda: bool(lost)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("i", range(60))
+def test_x(i):
+    if i == 3:
+        lost.append(i)
+    if i == 40:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        time.sleep(1000)
+    if lost:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    time.sleep(0.02)
+""")
+    monkeypatch.setattr(gpu, "marked", lambda: [str(tmp_path / "test_probe.py")])
+    monkeypatch.setattr(gpu, "_HANGS", 3)
+    assert gpu._test(tmp_path / "tests.txt", 2, 120) is False
+    log, said = (tmp_path / "tests.txt").read_text(), capsys.readouterr().out
+    named = {found.rpartition("/")[2] for found in gpu._FAILED.findall(said)}
+    assert named == {"test_probe.py::test_x[3]", "test_probe.py::test_x[40]"}, log
+    assert log.count("PASSED") == 58, log
 
 
 def test_tests_that_failed_before_the_time_was_over_are_named() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from test_null_gpu import needs_cuda_13, on_null_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import gpu, harness, launches, run
+from benchmarks import apart, gpu, harness, launches, run
 from composer_speedups.errors import UserError
 from composer_speedups.kernels import bias_gelu_triton, cross_entropy, dropout_add_norm_triton, launch, layer_norm
 
@@ -111,6 +113,60 @@ def test_a_kernel_that_cannot_be_prepared_is_named(on_cpu, tmp_path: Path, monke
     with pytest.raises(RuntimeError, match="bias_gelu, 16,384 tokens: TypeError: a new signature"):
         on_cpu(tmp_path)
     assert "| kernel, 8,192 tokens" in (tmp_path / "table.md").read_text()
+
+
+# As `test_benchmarks.py` has them of `limits`: a way of the larger size ruins the process, and one that comes after it
+# computes something wrong.
+RUINED = """
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks import apart, launches
+
+lost = []
+apart.context_lost = lambda: bool(lost)
+launches.hardware = lambda: "cuda"
+launches._device = lambda: torch.device("cpu")
+launches._SECONDS = 0.0
+launches._copy = lambda _: launches.Sweep("copy", 0, {}, lambda: torch.ones(1), bytes=8)
+
+
+def _layer_norm(_, tokens):
+    module = SimpleNamespace(warps=4, rows=2)
+
+    def call():
+        now = module.warps, module.rows
+        if tokens == 16384 and now == (4, 1):
+            lost.append(now)
+        if lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return torch.full((3,), 1.1 if now == (8, 1) else 1.0)
+
+    choices = {"warps": (module, "warps", (4, 8)), "rows": (module, "rows", (1, 2))}
+    yield launches.Sweep("kernel", tokens, choices, call, bytes=8)
+
+
+launches._layer_norm = _layer_norm
+launches._dropout_add_norm = launches._bias_gelu = launches._cross_entropy = lambda *_: iter(())
+launches._dropout_add_norm.__name__ = "none"
+measure, table = launches.measure, launches.table
+"""
+
+
+def test_a_new_process_goes_on_and_compares_with_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ruined_launches.py").write_text(RUINED)
+    monkeypatch.syspath_prepend(tmp_path)
+    part = apart.Apart(SimpleNamespace(__name__="ruined_launches", table=launches.table))
+    with pytest.raises(apart.Failed, match=r"illegal memory access(.|\n)*warps 8, rows 1: ArithmeticError"):
+        harness.run(part, harness.new_folder("launches", tmp_path / "out"), 2, 1, deadline=time.monotonic() + 60)
+    assert "goes on without kernel, 16,384 tokens, warps 4, rows 1\n" in capfd.readouterr().err
+    rows = harness.rows_in(tmp_path / "out")
+    done = Counter((row["tokens"], row["entry"].replace("warps ", "").replace("rows ", "")) for row in rows)
+    right = {(16384, "4, 2"), (16384, "8, 2"), (8192, "4, 2"), (8192, "4, 1"), (8192, "8, 2")}
+    assert done == dict.fromkeys({(0, "as it is"), *right}, 2), "each once a repetition, and what is wrong never"
 
 
 def test_the_table_compares_with_the_present_way(tmp_path: Path) -> None:

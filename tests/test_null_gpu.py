@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -155,15 +156,41 @@ def test_triton_refuses_a_tensor_of_the_host() -> None:
 
 
 @needs_cuda_13
+def test_a_lost_context_is_seen(tmp_path: Path) -> None:
+    """As after an illegal access of memory, error 700: every call reports it. Nothing is started by looking."""
+    source, library = tmp_path / "lost.c", tmp_path / "liblost.so"
+    source.write_text('#include <stdlib.h>\nint cudaDeviceSynchronize() { return getenv("LOST") ? 700 : 0; }\n')
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    code = (
+        "import os, sys, torch\n"
+        "from benchmarks.apart import context_lost\n"
+        f"if {str(library)!r} not in os.environ['LD_PRELOAD']:\n"
+        f"    os.environ['LD_PRELOAD'] = '{library} ' + os.environ['LD_PRELOAD']\n"
+        "    os.execv(sys.executable, sys.orig_argv)\n"
+        "print(context_lost(), torch.cuda.is_initialized())\n"
+        "torch.ones(1, device='cuda')\n"
+        "print(context_lost())\n"
+        "import ctypes; ctypes.CDLL(None).setenv(b'LOST', b'1', 1)\n"
+        "print(context_lost())\n"
+    )
+    done = on_null_gpu("-c", code)
+    assert (done.returncode, done.stdout) == (0, "False False\nFalse\nTrue\n"), done.stderr[-2000:]
+
+
+@needs_cuda_13
 @pytest.mark.slow
 def test_the_gpu_programme_gets_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "brought").mkdir()
     done = on_null_gpu(
         *("-m", "benchmarks.gpu", "--parts", "limits", "training", "--first", "5", "--minutes", "6"),
         *("--batches", "4", "--out", str(tmp_path / "results")),
+        OUT=str(tmp_path / "brought"),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = [json.loads(line) for line in (tmp_path / "results/peers/rows.jsonl").read_text().splitlines()]
     assert {row["status"] for row in rows} == {"ok"}, [row["reason"] for row in rows]
+    with tarfile.open(tmp_path / "brought" / "results.tgz") as archive:
+        assert {"results/limits/table.md", "results/peers/table.md"} <= set(archive.getnames())
 
 
 REPLAYED = """
