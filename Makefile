@@ -1,5 +1,5 @@
 # `make demo` and `make test` set themselves up: a virtual environment and one install, done once, and again
-# when pyproject.toml changes or an algorithm is added. Both stacks are described in README.md.
+# when pyproject.toml changes or an algorithm is added. The stacks are described in README.md.
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3,$(shell command -v $(p) >/dev/null 2>&1 && $(p) -c '' 2>/dev/null && echo $(p))))
 PYTHON312 ?= $(firstword $(foreach p,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),$(shell $(p) -c '' 2>/dev/null && echo $(p))))
 WORKERS ?= 2
@@ -11,17 +11,19 @@ INSTALL = pip install --quiet --compile-bytecode
 # Each worker computes on one core; two that use all cores each only stand in each other's way.
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup setup-modern demo test test-modern test-all bench lint clean
+.PHONY: help setup setup-modern setup-newest demo test test-modern test-newest test-all bench lint clean
 
 help:
 	@echo "make demo         fine-tune a small BERT with and without the speed-ups; prints the table (5 to 6 minutes on 2 cores)"
 	@echo "make test         the tests, on the pinned stack"
 	@echo "make test-modern  the same tests on torch 2.11 and transformers 5 (Python 3.12)"
+	@echo "make test-newest  and on torch 2.15 and transformers 5.24"
 	@echo "make bench        side-by-side measurements against what else one would use"
 	@echo "make lint         ruff"
 
 setup: .venv/$(STAMP)
 setup-modern: .venv-modern/$(STAMP)
+setup-newest: .venv-newest/$(STAMP)
 
 .venv/$(STAMP): pyproject.toml setup.py
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 not found; name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 2; }
@@ -31,12 +33,12 @@ setup-modern: .venv-modern/$(STAMP)
 	@rm -f .venv/.installed-*
 	@touch $@
 
-.venv-modern/$(STAMP): pyproject.toml setup.py requirements/modern.txt
+.venv-modern/$(STAMP) .venv-newest/$(STAMP): .venv-%/$(STAMP): pyproject.toml setup.py requirements/%.txt
 	@test -n "$(PYTHON312)" || { echo "error: Python 3.12 not found; name one: make PYTHON312=/path/to/python3.12 $(MAKECMDGOALS)"; exit 2; }
-	$(PYTHON312) -m venv .venv-modern
-	.venv-modern/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
-	.venv-modern/bin/uv $(INSTALL) --python .venv-modern/bin/python --override requirements/modern.txt --editable ".[dev]"
-	@rm -f .venv-modern/.installed-*
+	$(PYTHON312) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
+	.venv-$*/bin/uv $(INSTALL) --python .venv-$*/bin/python --override requirements/$*.txt --editable ".[dev]"
+	@rm -f .venv-$*/.installed-*
 	@touch $@
 
 demo: setup
@@ -49,6 +51,9 @@ test: setup
 test-modern: setup-modern
 	$(call PYTEST,.venv-modern)
 
+test-newest: setup-newest
+	$(call PYTEST,.venv-newest)
+
 test-all: setup
 	$(call PYTEST,.venv) -m "slow or not slow"
 
@@ -57,7 +62,7 @@ lint: setup
 	.venv/bin/ruff format --check .
 
 clean:
-	rm -rf .venv .venv-modern build *.egg-info
+	rm -rf .venv .venv-modern .venv-newest build *.egg-info
 
 bench: setup
 	.venv/bin/python -m benchmarks.run
