@@ -197,6 +197,7 @@ def test_without_a_gpu_there_is_nothing_to_try(tmp_path: Path, capsys: pytest.Ca
 def test_a_warp_may_have_a_row_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was before two warps shared one is among what is tried, with as many programs as run at once."""
     monkeypatch.setattr(launch, "processors", lambda _: 1)
+    monkeypatch.setattr(launch, "room", lambda _: 32)
     present = launch.backward_tile_of(768, 2)
     assert (present["ROWS"], present["num_warps"], launch.held_by_a_thread(768, present)) == (1, 2, 12)
     monkeypatch.setattr(launch, "_HELD_BACKWARD", 32)

@@ -19,6 +19,7 @@ __all__ = [
     "on_device",
     "processors",
     "programs_for",
+    "room",
     "rows_of",
     "tile_of",
 ]
@@ -36,6 +37,8 @@ STAGES = 1
 _HELD, _HELD_BACKWARD = 32, 16  # elements that a thread holds at most
 _FILLED = 100  # per cent of the backward programs that run at once: so many are launched
 _REGISTERS = 65536  # of a processor
+# Programs that a processor has room for, by capability; elsewhere 32. CUDA's programming guide, compute capabilities.
+_ROOM = {(7, 5): 16, (8, 6): 16, (8, 7): 16, (8, 9): 24, (12, 0): 24, (12, 1): 24}
 
 
 @triton.jit
@@ -61,9 +64,10 @@ def tile_of(width: int, itemsize: int) -> dict[str, int]:
     barrier, and what a row costs once is shared by up to 32 elements a thread. Each thread loads 16 bytes at a time
     (VECTOR elements), so that a chunk is what a warp loads at once. Rows of more than 1,024 elements are shared by as
     many warps as they take, and those are the program. With warps for several rows it would be up to Triton which axis
-    they go along: until 3.6 along the rows, in 3.9 along the chunks, which makes three times as many instructions. For
-    widths that are no multiple of 16, of which Triton does not see that they are aligned, a thread loads one element at
-    a time, and 16 in all: with 32 the backward kernel has too few registers; rows of more than 512 are shared there.
+    they go along: until 3.6 along the rows, in 3.9 along the chunks, which makes two to three times as many
+    instructions. For widths that are no multiple of 16, of which Triton does not see that they are aligned, a thread
+    loads one element at a time, and 16 in all: with 32 the backward kernel has too few registers; rows of more than 512
+    are shared there.
 
     These kernels wait for memory only if they have few instructions: in the time in which an H200 moves a byte at 4.8
     TB/s, its threads together have 6.2. By ptxas for sm_90 (Triton 3.6; 3.9 differs by one at most), for each element
@@ -129,7 +133,7 @@ def most_programs(tile: dict[str, int], registers: int, device: torch.device) ->
     """
     if device.type != "cuda":
         return 3  # interpreter: so few that they loop over rows
-    together = min(_REGISTERS // (32 * tile["num_warps"] * _registers(registers)), 32)
+    together = min(_REGISTERS // (32 * tile["num_warps"] * _registers(registers)), room(device))
     return max(1, together * _FILLED // 100) * processors(device)
 
 
@@ -145,6 +149,12 @@ def programs_for(rows: int, each: int, most: int) -> int:
     have zeros to store.
     """
     return torch.sym_max(2, torch.sym_min(triton.cdiv(rows, each), most))
+
+
+@cache
+def room(device: torch.device) -> int:
+    """Programs that a processor has room for, if their registers leave it."""
+    return _ROOM.get(torch.cuda.get_device_capability(device), 32)
 
 
 @cache

@@ -174,7 +174,8 @@ MUTANTS = {
 )
 def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     mutant = triton_mutant(module, *MUTANTS[name], tmp_path).layer_norm
-    inputs = case((200, 24), dtype)
+    # Rows that a program has at a time are several only where they are short, and of an aligned width.
+    inputs = case((200, 16 if name == "sums of a program over each other" else 24), dtype)
     if name == "none":
         check(mutant, *inputs)
         return

@@ -348,6 +348,7 @@ def test_all_programs_run_at_once(biased: bool, width: int, dtype: torch.dtype, 
     code = compiled(90, "backward_kernel", width, dtype, biased, () if width % 16 else STRIDES)
     tile, of_one = backward_tile_of(width, dtype.itemsize), SimpleNamespace(type="cuda")
     monkeypatch.setattr("composer_speedups.kernels.launch.processors", lambda _: 1)
+    monkeypatch.setattr("composer_speedups.kernels.launch.room", lambda _: 32)
     programs = most_programs(tile, cuda._registers(width, tile), of_one)
     assert programs <= at_once(code, tmp_path)
     if biased and dtype == BF16 and width in (768, 1024):

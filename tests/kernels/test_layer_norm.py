@@ -19,6 +19,7 @@ from benchmarks.null_gpu.ptx.load import program_of
 from benchmarks.null_gpu.ptx.machine import Fault
 from composer_speedups.kernels import layer_norm as module
 from composer_speedups.kernels.launch import DTYPES, backward_tile_of, most_programs, tile_of
+from composer_speedups.kernels.launch import room as most_room
 from composer_speedups.kernels.layer_norm import layer_norm
 
 STRIDES = ("x_stride", "dy_stride")
@@ -60,10 +61,25 @@ def test_all_programs_run_at_once(width: int, dtype: torch.dtype, tmp_path: Path
     code = compiled(90, "_backward_kernel", width, dtype, () if width % 16 else STRIDES)
     tile, of_one = backward_tile_of(width, dtype.itemsize), SimpleNamespace(type="cuda")
     monkeypatch.setattr("composer_speedups.kernels.launch.processors", lambda _: 1)
+    monkeypatch.setattr("composer_speedups.kernels.launch.room", lambda _: 32)
     programs = most_programs(tile, module._registers(width, tile), of_one)
     assert programs <= at_once(code, tmp_path)
     if (width, dtype) in ((768, torch.bfloat16), (1024, torch.bfloat16)):
         assert programs == at_once(code, tmp_path) == {768: 10, 1024: 8}[width]
+
+
+@pytest.mark.parametrize(("capability", "room"), [((8, 0), 32), ((8, 6), 16), ((8, 9), 24), ((9, 0), 32)])
+def test_no_more_programs_than_a_processor_has_room_for(capability, room: int, monkeypatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr("composer_speedups.kernels.launch.processors", lambda _: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    tiles = {width: backward_tile_of(width, 2) for width in (256, 768)}
+    most_room.cache_clear()
+    try:
+        found = [most_programs(tile, module._registers(width, tile), device) for width, tile in tiles.items()]
+    finally:
+        most_room.cache_clear()
+    assert found == [room, 10]
 
 
 @pytest.mark.parametrize("stages", [3, 4])
