@@ -149,7 +149,8 @@ def test_triton_refuses_a_tensor_of_the_host() -> None:
         "import torch, triton\n"
         "from composer_speedups.kernels import layer_norm\n"
         "x = torch.ones(4, 64)\n"
-        "layer_norm._forward_kernel[(1,)](x, *[x] * 5, 64, 4, 1e-5, 64, True, True, ROWS=4, CHUNKS=1, BLOCK=64)\n"
+        "tile = dict(ROWS=4, CHUNKS=1, BLOCK=64, VECTOR=8)\n"
+        "layer_norm._forward_kernel[(1,)](x, *[x] * 5, 64, 4, 1e-5, 64, True, True, **tile)\n"
     )
     done = on_null_gpu("-c", code)
     assert done.returncode == 1 and "cpu tensor" in done.stderr, done.stderr[-2000:]

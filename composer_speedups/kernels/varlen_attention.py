@@ -133,7 +133,8 @@ def attention_kernel(q: torch.Tensor) -> str:
     half = q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type != "cuda" or not half or q.shape[-1] % 8 or q.shape[-1] > 256:
         return "padded sdpa"
-    return _half_kernel(q.device, q.shape[-1] > 192)
+    # Constants, where the width is a symbol, too: Dynamo takes nothing else there.
+    return _half_kernel(q.device, True) if q.shape[-1] > 192 else _half_kernel(q.device, False)
 
 
 # Dynamo would look into it, and break the graph of every layer at an import that fails: what it returns is a constant

@@ -96,20 +96,25 @@ def at_once(compiled: Any, folder: Path) -> int:
 
 
 def late_loads(compiled: Any, folder: Path) -> int:
-    """Loads from memory in the longest loop that stand after an instruction which waits for another one of them."""
+    """Loads from memory in the longest loop that stand after an instruction which waits for another one of them.
+
+    What a turn loads for the next one may be waited for at the beginning of that, before it is loaded again.
+    """
     loaded: set[int] = set()
+    read: set[int] = set()
     loads = waiting = late = 0
     for code, operands in _loop(compiled, folder):
         first, _, others = operands.partition(",")
         sources = others if re.fullmatch(r"\s*R\d+", first) and not code.startswith("ST") else operands
         waiting |= bool(loaded.intersection(_registers_in(sources)))
+        read |= set(_registers_in(sources)) - loaded
         if re.match(r"LDG\b", code):
             loads += 1
             late += waiting
             words = int((re.search(r"\.(64|128)\b", code) or ["", 32])[1]) // 32
             (start,) = _registers_in(first)
             loaded |= set(range(start, start + words))
-    assert loads > 1 and waiting, f"{loads} loads in the loop, and nothing that waits for one"
+    assert loads > 1 and (waiting or loaded & read), f"{loads} loads in the loop, and nothing that waits for one"
     return late
 
 
