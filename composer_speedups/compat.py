@@ -1,6 +1,6 @@
 """What differs between the software stacks: transformers 4.53 and 5.x, torch 2.7, 2.11 and newer.
 
-Small functions with one meaning on both; nothing else in the package asks for a version.
+Small functions with one meaning on all; nothing else in the package asks for a version.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dis
 import inspect
 import sys
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -33,16 +34,13 @@ __all__ = [
     "layer_result",
     "make_sdpa",
     "no_initial_weights",
+    "own_checkpointing",
     "read_float32_precision",
     "set_float32_precision",
     "why_no_sdpa",
     "write_float32_precision",
 ]
 
-try:
-    from transformers.initialization import no_init_weights as no_initial_weights
-except ImportError:  # before 5.0
-    from transformers.modeling_utils import no_init_weights as no_initial_weights
 try:
     from transformers.utils.output_capturing import _active_collector as _COLLECTOR
 except ImportError:  # before 5.0
@@ -300,6 +298,24 @@ def compile_counters() -> CompileCounters:
         cache_misses=utils.counters.get("inductor", empty)["fxgraph_cache_miss"],
         frames=dict(getattr(convert_frame, "FRAME_COMPILE_COUNTER", {})),
     )
+
+
+# --- models -------------------------------------------------------------------------------------------
+
+
+def no_initial_weights() -> AbstractContextManager:
+    """While it lasts, models of transformers are built without drawing their weights, nor tying them."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # before 5.0
+        from transformers.modeling_utils import no_init_weights
+    return no_init_weights()
+
+
+def own_checkpointing() -> str:
+    """How transformers calls its own checkpointing: before `_enable()` and `_disable()`."""
+    newer = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")  # since 5.24 or a little before
+    return "activation_checkpointing" if newer else "gradient_checkpointing"
 
 
 # --- encoder layers -----------------------------------------------------------------------------------

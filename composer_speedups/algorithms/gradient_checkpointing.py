@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from composer_speedups.arguments import check_count
+from composer_speedups.compat import own_checkpointing
 from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import mix_in, repeated_blocks
@@ -63,8 +64,7 @@ def apply_gradient_checkpointing(model: torch.nn.Module, every: int = 1) -> int:
     """
     check_count("every", every)
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        newer = any(hasattr(m, "activation_checkpointing_disable") for m in model.modules())  # transformers 5.24
-        own = "activation_checkpointing" if newer else "gradient_checkpointing"
+        own = own_checkpointing()
         raise ConflictError(
             f"gradient_checkpointing and the model's own {own}_enable() would recompute every block "
             f"twice. Call model.{own}_disable(), or remove the speed-up"
