@@ -142,6 +142,10 @@ def test_bits_and_bytes() -> None:
         assert struct.pack("<I", got) == bytes(source[(selector >> 4 * i) & 7] for i in range(4))
     (sign,) = each("prmt.b32 %out, %a, 0, 0xCB98U", ["u32"], "u32", [0x83828180])
     assert sign == 0x00FFFFFF  # the signs of bytes 0, 1, 3 (of a) and 4 (of 0)
+    assert each("popc.b32 %out, %a", ["u32"], "u32", values) == [v.bit_count() for v in values]
+    assert each("popc.b64 %out, %a", ["u64"], "u32", [wrap(v, "u64") for v in I64]) == [
+        wrap(v, "u64").bit_count() for v in I64
+    ]
     assert each("mad.lo.s32 %out, %a, %b, %c", ["s32"] * 3, "s32", [7], [-3], [5]) == [-16]
     assert each("mad.wide.s32 %out, %a, %b, %c", ["s32", "s32", "s64"], "s64", [-7], [3], [2**40]) == [2**40 - 21]
     assert each("cvt.s64.s32 %out, %a", ["s32"], "s64", I32) == I32
@@ -351,6 +355,7 @@ FAULTS = {
     "shared memory has 256 bytes": SHARED + "ld.shared.b32 %r2, [%r5+4];",
     "without a barrier between": SHARED + "st.shared.b32 [%r5], %r1;\n" + OTHER + "ld.shared.b32 %r2, [%r7];",
     "two warps meet": SHARED + "ld.shared.b32 %r2, [%r5];\n" + OTHER + "st.shared.b32 [%r7], %r1;",
+    "two warps write to one place": "mov.b32 %r5, global_smem;\nst.shared::cta.b32 [%r5], %r1;",
     "two warps write": "mov.b32 %r5, global_smem;\nst.shared.b32 [%r5], %r1;",
     "some threads of a program": "setp.lt.s32 %p1, %r1, 40;\n@%p1 bra $L__some;\nret;\n$L__some:\nbar.sync 0;",
     "some of its threads": "setp.lt.s32 %p1, %r1, 7;\n@!%p1 bra $L__end;\nshfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;\n"

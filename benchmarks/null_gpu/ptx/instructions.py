@@ -124,6 +124,14 @@ def _prmt(p: Program, i: Instruction, m: str) -> list[str]:
     return p.put(i.operands[0], f"permute({', '.join(_arguments(p, i, 'b32', 3))})", "b32", m)
 
 
+@_emits("popc")
+def _popc(p: Program, i: Instruction, m: str) -> list[str]:
+    if i.modifiers not in (("b32",), ("b64",)):
+        raise Unsupported("type")
+    (a,) = _arguments(p, i, i.kind, 1)
+    return p.put(i.operands[0], f"np.bitwise_count({a}).astype(np.uint32)", "b32", m)
+
+
 @_emits("neg", "abs", "not")
 def _unary(p: Program, i: Instruction, m: str) -> list[str]:
     _only(i, "ftz")

@@ -110,4 +110,6 @@ def _instruction(text: str) -> Instruction:
         raise Unsupported(f"not an instruction: {text}")
     guard, op, modifiers, operands = found.groups()
     parts = re.findall(r"\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^,\s][^,]*", operands)
+    # ISA 7.8: `shared` and `shared::cta` are one. Which is written depends on the version of Triton.
+    modifiers = modifiers.replace(".shared::cta", ".shared")
     return Instruction(text, op, tuple(modifiers.split(".")[1:]), tuple(part.strip() for part in parts), guard)
