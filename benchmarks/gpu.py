@@ -5,7 +5,7 @@
 Then, with what time is left, more repetitions of what decides, and how the kernels are launched best here
 (`launches.py`):
 
-    python3 -m benchmarks.gpu --parts training --first 10 --minutes 9 --out more
+    python3 -m benchmarks.gpu --parts training --first 12 --minutes 9 --out more
     python3 -m benchmarks.gpu --parts launches --minutes 6 --out sizes
 
 On a lent machine only a few files under `$OUT` come back. Where that is set, all that there is in the folder `--out` is

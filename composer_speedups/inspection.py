@@ -18,6 +18,7 @@ from composer.loggers import Logger
 
 from composer_speedups.algorithms.torch_compile import compile_statistics
 from composer_speedups.algorithms.unpadding import Unpadding
+from composer_speedups.graphs import kernel_by_kernel
 from composer_speedups.kernels.attention_kernels import AttentionWatch
 from composer_speedups.measure import Measurement
 from composer_speedups.memory import SavedForBackward, predict, tensor_bytes
@@ -138,7 +139,8 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
     ran = AsItRan(None if compiled else getattr(model, "base_model", None))
     try:
         before = compile_statistics()["compile_seconds"]
-        _more_steps(trainer, [probe, profiler, ran], profiler.skip + steps)
+        with kernel_by_kernel():  # in a CUDA graph none of them would see a thing
+            _more_steps(trainer, [probe, profiler, ran], profiler.skip + steps)
         if compile_statistics()["compile_seconds"] == before:  # else its seconds are those of the compiler
             result.step_profile, result.step_profile_other = profiler.profile.seconds, profiler.profile.other
         result.memory = probe.kinds

@@ -69,7 +69,7 @@ class Memory:
         optimizer: moments and whatever else the optimizer keeps.
         activations: kept by autograd between forward and backward pass, of one microbatch.
         temporary: what the fullest moment needs beyond the larger of activations and gradients (of which one goes as
-            the other comes), or beyond both where gradients are accumulated.
+            the other comes), or beyond both where gradients are accumulated; and what CUDA graphs hold between steps.
         peak: the fullest moment.
         notes: what was left out of the count.
         accumulated: gradients of earlier microbatches are there while a later one's activations are.
@@ -147,6 +147,8 @@ def predict(
         during_step = _during_step(recipe, trained)
     kept = weights + optimizer
     peak = kept + max(meter.peak, gradients + during_step)
+    if "cuda_graphs" in recipe.speedups:  # have their own for what they keep, while a new shape runs without them
+        peak += saved.bytes
     together = saved.bytes + gradients if accumulates else max(saved.bytes, gradients)
     temporary = max(0, peak - kept - together)
     return Memory(weights, gradients, optimizer, saved.bytes, temporary, peak, tuple(notes), accumulates)

@@ -53,7 +53,7 @@ class _Encoder(PackedEncoder):
         if self.embeddings.position_embeddings is not None:
             known = self.embeddings.position_ids[:, : packing.length] if position_ids is None else position_ids
             positions = packing.pack(known)[None]
-        hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=positions)[0]
+        hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=positions).squeeze(0)
         hidden = self.encoder(for_compiled(hidden, self.encoder.layer), packing).last_hidden_state
         first = getattr(self.encoder, "asked_for_first", False)  # by LastLayerSubset
         out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))

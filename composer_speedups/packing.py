@@ -26,8 +26,8 @@ _TIED = "_composer_speedups_counts"
 class Packing(NamedTuple):
     """How [rows, length] became [total]. Given to layers in place of an attention mask.
 
-    So that totals come again, they may be filled up with tokens of padding, which nobody reads: a sequence of their
-    own after the last row's.
+    So that totals come again, they may be filled up with tokens of padding, which nobody reads: sequences of their own
+    after the last row's, none longer than a row, as many whatever is filled.
 
     Attributes:
         indices: [total] int64, positions of the packed tokens in the flattened batch; None if all are real.
@@ -53,14 +53,17 @@ class Packing(NamedTuple):
 
         >>> Packing.of(torch.tensor([[1, 1, 0], [1, 0, 1]]), [2, 2]).indices
         tensor([0, 1, 3, 5])
-        >>> Packing.of(torch.tensor([[1, 1, 0], [1, 0, 0]]), [2, 1], multiple_of=4).indices
-        tensor([0, 1, 3, 2])
+        >>> filled = Packing.of(torch.tensor([[1, 1, 0], [1, 0, 0]]), [2, 1], multiple_of=6)
+        >>> filled.indices, filled.lengths.host
+        (tensor([0, 1, 3, 2, 4, 5]), tensor([2, 1, 3, 0], dtype=torch.int32))
         """
         rows, length = mask.shape
         sizes = [abs(count) for count in counts]
         real = sum(sizes)
         filling = min(-real % multiple_of, mask.numel() - real)
-        lengths = Lengths.of(sizes if multiple_of == 1 else [*sizes, filling], mask.device)
+        # Attention costs the square of a sequence.
+        filled = [min(length, max(filling - begin, 0)) for begin in range(0, multiple_of, length)]
+        lengths = Lengths.of(sizes if multiple_of == 1 else [*sizes, *filled], mask.device)
         if real == mask.numel():
             return cls(None, lengths, rows, length, real)
         padding = mask.flatten() == 0
@@ -87,6 +90,16 @@ class Packing(NamedTuple):
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """[total, ...] -> [rows, ...], the first real token of each row; each row must have one."""
         return x.index_select(0, self.lengths.cumulative[: self.rows])
+
+    def steady(self) -> Packing:
+        """The same for what only looks at `lengths`, with nothing but `lengths.cumulative` that differs between batches
+        of one shape: a CUDA graph has all else in it. No kernel for CUDA reads more of `lengths.host` than its length.
+
+        >>> Packing.of(torch.tensor([[1, 1, 0], [1, 0, 0]]), [2, 1], multiple_of=4).steady().lengths.longest
+        3
+        """
+        lengths = Lengths(self.lengths.cumulative, torch.full_like(self.lengths.host, self.length), self.length)
+        return Packing(None, lengths, self.rows, self.length, self.rows * self.length)
 
     def ones(self) -> Lengths:
         """One token in each row, none of the filling: the lengths of what `first` returns."""

@@ -48,7 +48,8 @@ class Stage(IntEnum):
     RECOMPUTE = 6  # whole blocks, as all of the above left them
     OPTIMIZER = 7  # sees the model as it will train
     COMPILE = 8  # compiles all of that
-    LOOP = 9  # the Trainer's loop and the process
+    RECORD = 9  # what all of that launches
+    LOOP = 10  # the Trainer's loop and the process
 
 
 class SpeedUp(Algorithm):

@@ -215,8 +215,9 @@ def hooked(module: torch.nn.Module) -> bool:
 
     Or has given it a `forward` of its own, as Accelerate does to move weights to where they are used.
     """
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in module.__dict__ or any(getattr(module, kind) for kind in kinds)
+    m = module
+    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return bool(hooks) or "forward" in m.__dict__
 
 
 def hooked_inside(module: torch.nn.Module) -> bool:

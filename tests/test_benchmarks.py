@@ -105,7 +105,7 @@ def test_who_is_compared_has_the_same_work(hardware: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", ["cpu/fastest", "finetune/fastest", "finetune/fastest_eager", "mlm/fastest"])
+@pytest.mark.parametrize("name", ["cpu/fastest", "finetune/fastest", "finetune/fastest_graphs", "mlm/fastest_graphs"])
 def test_the_bare_loop_calls_every_function_as_it_wants_to_be_called(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -582,9 +582,9 @@ def test_what_decides_on_a_gpu_comes_first() -> None:
     first, others = names[: peers.DECIDING["cuda"]], names[peers.DECIDING["cuda"] :]
     assert first[:2] == ["ours: finetune/fp32 (TF32 off)", "ours: finetune/fastest"]
     assert sum("best" in name for name in first) == 3, "all peers at their best"
-    assert {peers._kind(name) for name in first} == {"", "mlm/", "memory/"} and len(first) == 10
-    assert [name.partition(",")[0] for name in first[8:]] == ["Hugging Face Trainer", "Composer"]
-    assert all("compiled" in name for name in first[8:]), "slow to compile where the caches are empty"
+    assert {peers._kind(name) for name in first} == {"", "mlm/", "memory/"} and len(first) == 12
+    assert [name.partition(",")[0] for name in first[10:]] == ["Hugging Face Trainer", "Composer"]
+    assert all("compiled" in name for name in first[10:]), "slow to compile where the caches are empty"
     assert {peers._kind(name) for name in others} == {""} and not any("best" in name for name in others)
 
 
@@ -592,13 +592,13 @@ def test_on_a_gpu_what_decides_is_repeated_first(tmp_path: Path, monkeypatch: py
     asked: list[int] = []
     monkeypatch.setattr(peers, "interleaved", lambda *_, urgent, **__: asked.append(urgent))
     monkeypatch.setattr(peers, "_peak", lambda _: 1e12)
-    for section, some, urgent in (("cuda", (), 10), ("cuda", ("ours: mlm/",), 2), ("cpu", (), 0)):
+    for section, some, urgent in (("cuda", (), 12), ("cuda", ("ours: mlm/",), 3), ("cpu", (), 0)):
         monkeypatch.setattr(peers, "suite_section", lambda section=section: section)
         peers.measure(tmp_path, 5, 2, only=some)
         said = json.loads((tmp_path / "conditions.json").read_text())
         assert (asked[-1], said.get("urgent"), "cache" in said) == (
             urgent,
-            10 if not some and urgent else None,
+            12 if not some and urgent else None,
             urgent > 0,
         )
 

@@ -1,7 +1,7 @@
 """Whole recipes against the padded model in float64: what they do alone is tested elsewhere, here all at once.
 
-On a GPU everything of `finetune/fastest` and `mlm/fastest`; on a CPU `cpu/fastest` and `cpu/fastest_fp32`, and what it
-can do of the others.
+On a GPU everything of `finetune/fastest`, `mlm/fastest` and their variants; on a CPU `cpu/fastest` and
+`cpu/fastest_fp32`, and what it can do of the others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from model_check import random_weights
 from small import bert_config, padded_batch
 
 from composer_speedups import registry
+from composer_speedups.algorithms import cuda_graphs
 from composer_speedups.recipes import load_recipe
 from composer_speedups.speedup import Stage, algorithm_passes
 
@@ -26,7 +27,9 @@ CASES = [
     pytest.param("mlm/fastest", "cpu", id="mlm/fastest, what a CPU can do"),
     pytest.param("finetune/fastest", "cuda", marks=gpu, id="finetune/fastest"),
     pytest.param("finetune/fastest_eager", "cuda", marks=gpu, id="finetune/fastest_eager"),
+    pytest.param("finetune/fastest_graphs", "cuda", marks=gpu, id="finetune/fastest_graphs"),
     pytest.param("mlm/fastest", "cuda", marks=gpu, id="mlm/fastest"),
+    pytest.param("mlm/fastest_graphs", "cuda", marks=gpu, id="mlm/fastest_graphs"),
 ]
 
 
@@ -123,7 +126,11 @@ def test_loss_and_gradients_are_the_padded_models(name: str, device: str) -> Non
     assert ("mixed_precision" in done) == autocast != name.endswith("_fp32")
     if device == "cuda":
         assert "torch_compile" in done or "torch_compile" not in recipe.speedups
+    if "cuda_graphs" in done:
+        results(model, batch)  # of each shape the first batch runs kernel by kernel
     check(model, batch, stock, device, autocast)
+    if "cuda_graphs" in done:
+        assert cuda_graphs._GRAPHS[model.bert.encoder].replayed == 1
     del kept
 
 

@@ -30,6 +30,7 @@ LEFT_OUT = {
     "tests/kernels/test_layer_norm.py::test_more_than_two_to_the_31_elements": "takes minutes",
 }
 GRAPHS = "tests/kernels/test_dropout_add_norm.py::test_cuda_graphs_draw_new_masks"
+RECORDED = "tests/algorithms/test_cuda_graphs.py"
 # Kernels by themselves: test_interpreted.py has the same checks, of fewer numbers.
 LARGE = {f"tests/kernels/test_{name}.py" for name in ("bias_gelu", "cross_entropy", "dropout_add_norm", "layer_norm")}
 
@@ -48,15 +49,26 @@ def on_null_gpu(
     )
 
 
+def groups() -> dict[str, list[str]]:
+    """Tests for a GPU, in three parts about as long as each other."""
+    files = gpu.marked()
+    return {
+        "models": [file for file in files if file not in {*LARGE, RECORDED}],
+        "graphs": [RECORDED, GRAPHS],
+        "kernels": [file for file in files if file in LARGE],
+    }
+
+
 @needs_cuda_13
-@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gpu_tests_pass(large: bool) -> None:
+@pytest.mark.parametrize("which", ["models", "graphs", pytest.param("kernels", marks=pytest.mark.slow)])
+def test_gpu_tests_pass(which: str) -> None:
     """With PyTorch's operators computed on the CPU, and Triton's kernels, Inductor's among them, by the emulator."""
-    assert set(gpu.marked()) > LARGE
-    tests = [file for file in gpu.marked() if (file in LARGE) == large] + [GRAPHS] * (not large)
-    options = [option for test in [*LEFT_OUT, *[GRAPHS] * large] for option in ("--deselect", test)]
+    assert set(gpu.marked()) > {*LARGE, RECORDED}
+    left_out = [*LEFT_OUT, *[GRAPHS] * (which == "kernels")]
+    options = [option for test in left_out for option in ("--deselect", test)]
     # Each tensor by itself, so that what is outside of one is outside of all; graphs need memory that stays.
-    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if large else {}
+    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if which == "kernels" else {}
+    tests = groups()[which]
     done = on_null_gpu("-m", "pytest", "-m", "gpu", "--durations=5", *options, *tests, compute=True, **alone)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     summary = done.stdout.splitlines()[-1]

@@ -215,15 +215,18 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, int pr
 cudaError_t cudaStreamGetPriority(cudaStream_t s, int *priority) { return *priority = 0, OK; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *c) { return *c = status(), OK; }
 
-/* What is captured must not be computed yet. Operators compute to know what they return, so the memory is put back. */
+/* What is captured must not be computed yet. Operators compute to know what they return, so the memory is put back. One
+ * graph may go on where the last one ended, as a backward pass does: for it, that one is computed, if it was not yet. */
 static char **before;
 static size_t blocks_before;
+static unsigned long long not_replayed;
 cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode m) {
   if (compute()) {
     before = calloc(count + 1, sizeof *before);
     blocks_before = count;
     for (size_t i = 0; i < count; i++)
       if (blocks[i].live) before[i] = memcpy(malloc(blocks[i].bytes + 1), blocks[i].start, blocks[i].bytes);
+    if (not_replayed && on_replay) on_replay(not_replayed);
   }
   return capturing = 1, capture++, OK;
 }
@@ -234,6 +237,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *g) {
     free(before[i]);
   }
   free(before), before = 0, blocks_before = 0;
+  not_replayed = capture;
   return capturing = 0, OK;
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *c, unsigned long long *id, cudaGraph_t *g, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *n) {
@@ -251,6 +255,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *e, cudaGraph_t g, uns
   return OK;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
+  not_replayed = 0;
   return on_replay ? on_replay(*(unsigned long long *)e) : OK;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *data, unsigned flags) { return f(s, OK, data), OK; }

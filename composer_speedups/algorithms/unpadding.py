@@ -6,7 +6,8 @@ those, attention is variable-length (and skips what is outside of ModernBERT's w
 a mask), with queries, keys and values from one matmul. Padding comes back where somebody looks: the pooler is given the
 first tokens only, hidden states and masked language model logits are padded with zeros (DistilBERT's and ModernBERT's
 heads compute logits from those, too: `MaskedTokenHead` spares them that).
-Totals are filled up to a multiple of 64 with padding that nobody reads: oneDNN keeps kernels for every new one.
+Totals are filled up to a multiple of 64 with padding that nobody reads: oneDNN keeps kernels for every new one, and
+`CUDAGraphs` a graph.
 
 **Numerics.** Attention over a sequence without its padding is the same sum in another order: outputs and all
 gradients equal the padded model's to rounding. Padding gets zeros for hidden states and logits, and no gradient.

@@ -593,7 +593,11 @@ class TestPacking:
         assert torch.equal(packing.pad(packed), x * mask[..., None])
         first = x[torch.arange(ROWS), mask.argmax(1)]
         assert torch.equal(packing.first(packed), first)
-        assert packing.ones().host.tolist() == [1] * ROWS + [0]
+        filled = packing.lengths.host[ROWS:].tolist()
+        assert sum(filled) == -real % 32 and max(filled) <= LENGTH, "attention costs the square of a sequence"
+        assert len(filled) == -(-32 // LENGTH), "as many whatever is filled: a graph has them in it"
+        assert packing.ones().host.tolist() == [1] * ROWS + [0] * len(filled)
+        assert packing.steady().lengths.longest == LENGTH >= packing.lengths.longest
 
     @pytest.mark.parametrize("wrong", [0, -8, 1.5, True, "64"])
     def test_a_wrong_multiple_is_refused(self, wrong) -> None:

@@ -1,0 +1,142 @@
+"""CUDAGraphs: all kernels of the layers' forward pass by one call of the host, and all of their backward pass by
+another.
+
+**Why it is faster.** Every kernel costs the host some microseconds, for Python, autograd, PyTorch's dispatcher and the
+driver; a step of BERT-base has about a thousand. A fast GPU with a small batch computes them sooner than the host
+launches them, and waits. Here the kernels of all layers are recorded once for each shape of a batch, with their
+addresses, and replayed by one call. Nothing is compiled: what is recorded are the kernels that run anyway.
+
+**Numerics.** The same kernels on the same numbers. Dropout draws new masks in each replay, from PyTorch's generator;
+not the same ones as without, as recording has drawn some, too. Gradients are those of the microbatch, accumulated as
+ever.
+
+**When it pays.** Where the host is slower than the GPU: large GPUs, small batches or models, not compiled. A shape is
+run kernel by kernel when it comes first, and recorded when it comes again; so shapes must come again. Batches of one
+size padded to one length have one. With `Unpadding`, `multiple_of=512` leaves a few totals of tokens, for which half as
+many tokens of padding are computed on average; batches padded to their longest want `pad_to_multiple_of`. Other shapes
+than the first `limit` ones that came again run kernel by kernel.
+
+**Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers. DDP
+exchanges the layers' gradients after their whole backward pass, not beside it; not under FSDP. Works with
+`TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes that record graphs, or with
+`GradientCheckpointing`. A hook in a layer makes all run kernel by kernel, and so do evaluation, a second forward pass
+before the first one's backward pass, and gradients that somebody keeps elsewhere than as a parameter's `grad`. Weights
+that were moved or frozen, or another dropout rate, are recorded anew. What a forward pass keeps for backward stays
+allocated between steps, once for all shapes; a shape that is not recorded needs as much beside it.
+
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs and NVIDIA's submissions of BERT to MLPerf.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from composer.core import Event, State
+from composer.loggers import Logger
+
+from composer_speedups.arguments import check_count
+from composer_speedups.errors import ConflictError
+from composer_speedups.families import BERT_LIKE, DISTILBERT, stack_of
+from composer_speedups.graphs import Graphs
+from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.surgery import mix_in
+
+__all__ = ["CUDAGraphs", "apply_cuda_graphs"]
+
+_FAMILIES = (*BERT_LIKE, *DISTILBERT)
+
+
+def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8) -> int:
+    """Let the layers of every encoder in `model` be recorded and replayed in training, in place; return how many
+    encoders.
+
+    Args:
+        model: changed in place, after everything else that changes it.
+        limit: how many shapes of a batch are recorded at most.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> bert = BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
+    >>> apply_cuda_graphs(bert), apply_cuda_graphs(bert)
+    (1, 0)
+    """
+    check_count("limit", limit)
+    encoders = [m for m in model.modules() if getattr(getattr(m, "config", None), "model_type", None) in _FAMILIES]
+    found = dict.fromkeys(stack_of(encoder) for encoder in encoders)
+    stacks = [stack for stack in found if stack is not None and not isinstance(stack, _Stack)]
+    for stack in stacks:
+        stack.graphs_limit = limit
+        mix_in(_Stack, stack)
+    return len(stacks)
+
+
+class CUDAGraphs(SpeedUp):
+    """Apply `apply_cuda_graphs` at `Event.INIT`.
+
+    Args:
+        limit: how many shapes of a batch are recorded at most.
+
+    >>> CUDAGraphs()
+    CUDAGraphs(limit=8)
+    """
+
+    stage = Stage.RECORD
+    events = frozenset({Event.EPOCH_END, Event.FIT_END})
+
+    def __init__(self, limit: int = 8) -> None:
+        self.limit = check_count("limit", limit)
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "CUDA graphs need a GPU of NVIDIA's: remove it"
+
+    def install(self, state: State, logger: Logger) -> None:
+        if state.fsdp_config is not None:
+            raise ConflictError("cuda_graphs cannot replay what FSDP does between layers. Use DDP, or remove it")
+        others = {a.key(): a for a in state.algorithms if isinstance(a, SpeedUp)}
+        compiled = others.get("torch_compile")
+        if compiled is not None and (compiled.scope != "block" or compiled.mode not in (None, "default")):
+            raise ConflictError(
+                f"cuda_graphs records what layers launch, and {compiled!r} compiles what is around them or records "
+                "graphs itself. Use torch_compile with scope='block' and no mode, or remove one of them"
+            )
+        if "gradient_checkpointing" in others:
+            raise ConflictError(
+                "cuda_graphs keeps the memory that gradient_checkpointing is there to save. Remove one of them"
+            )
+        count = apply_cuda_graphs(state.model, self.limit)
+        self.report(logger, count, f"no layers of {', '.join(_FAMILIES)} in the model, or they have them already")
+
+    def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        all_graphs = [graphs for m in state.model.modules() if (graphs := _GRAPHS.get(m)) is not None]
+        if not all_graphs:
+            return
+        counts = {name: sum(getattr(g, name) for g in all_graphs) for name in ("recorded", "replayed", "launched")}
+        self.evidence.update(counts)
+        logger.log_metrics({f"{self.key()}/{name}": value for name, value in counts.items()})
+        if event is Event.FIT_END and not counts["replayed"] and counts["launched"] > 2:
+            reasons = sorted({g.reason for g in all_graphs})
+            warnings.warn(
+                NoEffectWarning(f"{self!r} replayed nothing in {counts['launched']} forward passes: {reasons[0]}"),
+                stacklevel=2,
+            )
+
+
+class _Stack:
+    """Mixed into the module that runs the layers."""
+
+    graphs_limit: int = 8
+
+    def forward(self, *args: Any, **kwargs: Any):
+        forward = super().forward
+        if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        graphs = _GRAPHS.get(self)
+        if graphs is None:
+            graphs = _GRAPHS[self] = Graphs()
+        return graphs(self, forward, args, kwargs, self.graphs_limit)
+
+
+_GRAPHS: weakref.WeakKeyDictionary[torch.nn.Module, Graphs] = weakref.WeakKeyDictionary()  # not copied, not pickled
