@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.families import layers_of
 from composer_speedups.packing import Packing
 from composer_speedups.recording import Memory, Recorded
 from composer_speedups.surgery import hooked
@@ -65,12 +67,12 @@ class Graphs:
     ) -> Any:
         """`forward(*args, **kwargs)` of `stack`: replayed, recorded if fewer than `limit` shapes are, or called."""
         values, structure = pytree.tree_flatten(_steady(args, kwargs))
-        inputs = [x for x in values if _on_device(x)]
+        inputs, which = _distinct(values)
         if not inputs or _looked_at:
             return forward(*args, **kwargs)
-        modules = _modules(stack)
+        modules = _modules(layers_of(stack))
         parameters = list({id(p): p for m in modules for p in m._parameters.values() if p is not None}.values())
-        key = _key(stack, len(args), tuple(kwargs), values)
+        key = _key(stack, len(args), tuple(kwargs), values, which)
         self.reason = self._why_not(modules, inputs, parameters, key, limit)
         if self.reason:
             self.launched += 1
@@ -78,7 +80,8 @@ class Graphs:
         known = self._known[key]
         if known is None:
             self._make_room(sum(x.numel() for x in inputs))
-            known = self._known[key] = self._record(forward, values, structure, modules, parameters)
+            call = functools.partial(_call, forward, values, which, structure)
+            known = self._known[key] = self._record(call, inputs, modules, parameters)
         self.replayed += 1
         recorded, template = known
         outputs = iter(recorded(inputs, parameters))
@@ -86,7 +89,7 @@ class Graphs:
 
     def _why_not(self, modules, inputs, parameters, key: Hashable | None, limit: int) -> str:
         """Why the layers must run kernel by kernel, or ""; remembers the shape, and moves gradients out of the way."""
-        if any(map(hooked, modules[1:])):
+        if any(map(hooked, modules)):
             return "there is a hook in a layer"
         if not any(x.requires_grad for x in (*inputs, *parameters)):
             return "nothing is trained"
@@ -120,18 +123,16 @@ class Graphs:
             self._known, self._memory = dict.fromkeys(self._known), None
         self._largest = max(self._largest, size)
 
-    def _record(self, forward, values: list[Any], structure: Any, modules, parameters) -> tuple[Recorded, Any]:
+    def _record(self, call: Callable[..., Any], inputs, modules, parameters) -> tuple[Recorded, Any]:
         self._memory = self._memory or Memory()
         template: Any = None
         low = {"enabled": torch.is_autocast_enabled("cuda"), "dtype": torch.get_autocast_dtype("cuda")}
 
         def function(inputs, standing_in) -> list[torch.Tensor]:
             nonlocal template
-            given = iter(inputs)
-            args, kwargs = pytree.tree_unflatten([next(given) if _on_device(x) else x for x in values], structure)
             replaced = _replaced(modules, dict(zip(map(id, parameters), standing_in, strict=True)))
             with replaced, torch.autocast("cuda", **low):
-                returned = forward(*args, **kwargs)
+                returned = call(inputs)
             torch.clear_autocast_cache()  # what was cast here is in this graph
             template = pytree.tree_map(lambda y: _OUTPUT if isinstance(y, torch.Tensor) else y, returned)
             return [y for y in pytree.tree_leaves(returned) if isinstance(y, torch.Tensor)]
@@ -139,7 +140,7 @@ class Graphs:
         torch.clear_autocast_cache()
         try:
             with torch.autocast("cuda", enabled=False):  # as the backward pass has it
-                recorded = Recorded(function, [x for x in values if _on_device(x)], parameters, self._memory)
+                recorded = Recorded(function, inputs, parameters, self._memory)
         except RuntimeError as error:
             first = error
             while isinstance(first.__context__, Exception):  # PyTorch then fails to end the recording, too
@@ -153,8 +154,23 @@ class Graphs:
         return recorded, template
 
 
-def _on_device(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_cuda
+def _distinct(values: list[Any]) -> tuple[list[torch.Tensor], tuple[int | None, ...]]:
+    """The tensors on the device among `values`, each once, and for each value which of them it is, if any."""
+    numbers: dict[int, int] = {}
+    inputs, which = [], []
+    for x in values:
+        there = isinstance(x, torch.Tensor) and x.is_cuda
+        which.append(numbers.setdefault(id(x), len(inputs)) if there else None)
+        if there and which[-1] == len(inputs):
+            inputs.append(x)
+    return inputs, tuple(which)
+
+
+def _call(forward: Callable[..., Any], values: list[Any], which, structure: Any, inputs) -> Any:
+    """`forward` of `values`, with `inputs` in place of the tensors on the device."""
+    filled = [x if number is None else inputs[number] for x, number in zip(values, which, strict=True)]
+    args, kwargs = pytree.tree_unflatten(filled, structure)
+    return forward(*args, **kwargs)
 
 
 def _steady(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -166,19 +182,19 @@ def _steady(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]
     return tuple(map(of, args)), {name: None if name == _UNREAD else of(x) for name, x in kwargs.items()}
 
 
-def _modules(stack: torch.nn.Module) -> list[torch.nn.Module]:
+def _modules(layers: torch.nn.Module) -> list[torch.nn.Module]:
     """As `modules()`, in a tenth of its time: it is asked in each step."""
-    found = [stack]
+    found = [layers]
     for module in found:
         found.extend(m for m in module._modules.values() if m is not None)
     return found
 
 
-def _key(stack: torch.nn.Module, positional: int, names: tuple[str, ...], values: list[Any]) -> Hashable | None:
+def _key(stack: torch.nn.Module, positional: int, names: tuple[str, ...], values, which) -> Hashable | None:
     """What a graph has in it of its call, but the numbers in its tensors; None where that cannot be told."""
     arguments = []
-    for x in values:
-        if _on_device(x):
+    for x, number in zip(values, which, strict=True):
+        if number is not None:
             arguments.append((x.shape, x.dtype, x.device, x.requires_grad))
         elif isinstance(x, torch.Tensor) and x.numel() <= _SHORT:
             arguments.append((x.shape, x.dtype, tuple(x.flatten().tolist())))
@@ -190,7 +206,7 @@ def _key(stack: torch.nn.Module, positional: int, names: tuple[str, ...], values
     config = getattr(stack, "config", None)
     asked = [getattr(config, name, None) for name in ("output_hidden_states", "output_attentions")]
     around = *low, torch.are_deterministic_algorithms_enabled(), getattr(stack, "asked_for_first", None), *asked
-    return positional, names, tuple(arguments), around
+    return positional, names, which, tuple(arguments), around
 
 
 def _state(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter]) -> Hashable:

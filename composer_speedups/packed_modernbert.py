@@ -73,13 +73,19 @@ class _Encoder(PackedEncoder):
             self._maybe_set_compile()
         hidden = for_compiled(self.embeddings(input_ids=packing.pack(input_ids)), self.layers)
         positions = torch.arange(packing.length, device=hidden.device)[None] if position_ids is None else position_ids
+        rotations = self.rotations(hidden, positions, packing)
         with first_only_as_asked(self) as first:
-            for layer, given in zip(self.layers, self.rotations(hidden, positions, packing), strict=True):
-                hidden = layer(hidden, attention_mask=packing, **given)
-                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+            hidden = self.run_layers(hidden, packing, rotations)
         hidden = self.final_norm(hidden)
         out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
         return self.returned(out, kwargs.get("return_dict"))
+
+    def run_layers(self, hidden: torch.Tensor, packing: Packing, rotations: list[dict[str, Rotations]]) -> torch.Tensor:
+        """What `CUDAGraphs` records: the layers, with all that they are given."""
+        for layer, given in zip(self.layers, rotations, strict=True):
+            hidden = layer(hidden, attention_mask=packing, **given)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return hidden
 
     def rotations(self, like: torch.Tensor, positions: torch.Tensor, packing: Packing) -> list[dict[str, Rotations]]:
         """For each layer its rotations, by the name of the argument that brings them to its attention."""

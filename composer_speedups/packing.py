@@ -62,7 +62,8 @@ class Packing(NamedTuple):
         real = sum(sizes)
         filling = min(-real % multiple_of, mask.numel() - real)
         # Attention costs the square of a sequence.
-        filled = [min(length, max(filling - begin, 0)) for begin in range(0, multiple_of, length)]
+        begins = range(0, min(multiple_of, mask.numel()), length)
+        filled = [min(length, max(filling - begin, 0)) for begin in begins]
         lengths = Lengths.of(sizes if multiple_of == 1 else [*sizes, *filled], mask.device)
         if real == mask.numel():
             return cls(None, lengths, rows, length, real)

@@ -53,11 +53,8 @@ class Memory:
         Returns:
             Whether nobody else holds one of them.
         """
-        for number, parameter in enumerate(parameters):
-            gradient, ours = parameter.grad, self.gradients.get(number)
-            if gradient is not None and ours is not None and gradient.data_ptr() == ours.data_ptr():
-                parameter.grad = gradient.clone()
-        del parameter, gradient, ours
+        for number, ours in self.gradients.items():
+            _move_away(parameters[number], ours)
         return all(torch._C._storage_Use_Count(storage) == users for storage, users in self._users.items())
 
     def keep(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -75,6 +72,12 @@ class Memory:
         """To be called when a recording is done, and nothing of it is held by anybody else."""
         storages = [g.untyped_storage()._cdata for g in self.gradients.values()]
         self._users = {storage: torch._C._storage_Use_Count(storage) for storage in storages}
+
+
+def _move_away(parameter: torch.Tensor, ours: torch.Tensor) -> None:
+    """By itself, so that no name is left that holds a gradient: who does is counted."""
+    if parameter.grad is not None and parameter.grad.data_ptr() == ours.data_ptr():
+        parameter.grad = parameter.grad.clone()
 
 
 class _Pass:

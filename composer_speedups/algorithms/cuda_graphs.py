@@ -16,13 +16,14 @@ size padded to one length have one. With `Unpadding`, `multiple_of=512` leaves a
 many tokens of padding are computed on average; batches padded to their longest want `pad_to_multiple_of`. Other shapes
 than the first `limit` ones that came again run kernel by kernel.
 
-**Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers. DDP
-exchanges the layers' gradients after their whole backward pass, not beside it; not under FSDP. Works with
-`TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes that record graphs, or with
-`GradientCheckpointing`. A hook in a layer makes all run kernel by kernel, and so do evaluation, a second forward pass
-before the first one's backward pass, and gradients that somebody keeps elsewhere than as a parameter's `grad`. Weights
-that were moved or frozen, or another dropout rate, are recorded anew. What a forward pass keeps for backward stays
-allocated between steps, once for all shapes; a shape that is not recorded needs as much beside it.
+**Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers, or
+with `Unpadding` of ModernBERT's. DDP exchanges the layers' gradients after their whole backward pass, not beside it;
+not under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes that
+record graphs, or with `GradientCheckpointing`. A hook in a layer makes all run kernel by kernel, and so do evaluation,
+a second forward pass before the first one's backward pass, and gradients that somebody keeps elsewhere than as a
+parameter's `grad`. Weights that were moved or frozen, or another dropout rate, are recorded anew. What a forward pass
+keeps for backward stays allocated between steps, once for all shapes; a shape that is not recorded needs as much beside
+it.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs and NVIDIA's submissions of BERT to MLPerf.
 """
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,14 +42,14 @@ from composer.loggers import Logger
 
 from composer_speedups.arguments import check_count
 from composer_speedups.errors import ConflictError
-from composer_speedups.families import BERT_LIKE, DISTILBERT, stack_of
+from composer_speedups.families import BERT_LIKE, DISTILBERT, MODERNBERT, stack_of
 from composer_speedups.graphs import Graphs
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import mix_in
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
-_FAMILIES = (*BERT_LIKE, *DISTILBERT)
+_FAMILIES = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)
 
 
 def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8) -> int:
@@ -64,12 +66,13 @@ def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8) -> int:
     (1, 0)
     """
     check_count("limit", limit)
-    encoders = [m for m in model.modules() if getattr(getattr(m, "config", None), "model_type", None) in _FAMILIES]
+    encoders = [m for m in model.modules() if _family(m) in _FAMILIES]
     found = dict.fromkeys(stack_of(encoder) for encoder in encoders)
-    stacks = [stack for stack in found if stack is not None and not isinstance(stack, _Stack)]
+    stacks = [stack for stack in found if stack is not None and not isinstance(stack, _Graphed)]
+    stacks = [stack for stack in stacks if _family(stack) not in MODERNBERT or hasattr(stack, "run_layers")]
     for stack in stacks:
         stack.graphs_limit = limit
-        mix_in(_Stack, stack)
+        mix_in(_Packed if hasattr(stack, "run_layers") else _Stack, stack)
     return len(stacks)
 
 
@@ -107,7 +110,11 @@ class CUDAGraphs(SpeedUp):
                 "cuda_graphs keeps the memory that gradient_checkpointing is there to save. Remove one of them"
             )
         count = apply_cuda_graphs(state.model, self.limit)
-        self.report(logger, count, f"no layers of {', '.join(_FAMILIES)} in the model, or they have them already")
+        self.report(
+            logger,
+            count,
+            f"no layers of {', '.join(_FAMILIES)} (with unpadding) in the model, or they have them already",
+        )
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         all_graphs = [graphs for m in state.model.modules() if (graphs := _GRAPHS.get(m)) is not None]
@@ -124,19 +131,37 @@ class CUDAGraphs(SpeedUp):
             )
 
 
-class _Stack:
+def _family(module: torch.nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "model_type", None)
+
+
+class _Graphed:
     """Mixed into the module that runs the layers."""
 
     graphs_limit: int = 8
 
-    def forward(self, *args: Any, **kwargs: Any):
-        forward = super().forward
+    def _in_graphs(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`run(*args, **kwargs)`, which runs the layers: as a graph if it may be one."""
         if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
+            return run(*args, **kwargs)
         graphs = _GRAPHS.get(self)
         if graphs is None:
             graphs = _GRAPHS[self] = Graphs()
-        return graphs(self, forward, args, kwargs, self.graphs_limit)
+        return graphs(self, run, args, kwargs, self.graphs_limit)
+
+
+class _Stack(_Graphed):
+    """Of those whose `forward` is nothing else."""
+
+    def forward(self, *args: Any, **kwargs: Any):
+        return self._in_graphs(super().forward, args, kwargs)
+
+
+class _Packed(_Graphed):
+    """Of ModernBERT, whose encoder runs them itself; `Unpadding` has put that into a method of its own."""
+
+    def run_layers(self, *args: Any) -> torch.Tensor:
+        return self._in_graphs(super().run_layers, args, {})
 
 
 _GRAPHS: weakref.WeakKeyDictionary[torch.nn.Module, Graphs] = weakref.WeakKeyDictionary()  # not copied, not pickled

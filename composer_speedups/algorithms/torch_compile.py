@@ -12,7 +12,7 @@ last place of the compute dtype. Dropout draws other random numbers.
 lies around the layers, and takes longer to compile, as every layer is in the graph. Batches of ever new
 lengths recompile. Few lengths come from the data: `padding: longest` with `pad_to_multiple_of: 64`, or
 `LengthGroupedBatches(multiple_of=64)`. `dynamic=True` makes one graph for all sizes, which the packed batches of
-`Unpadding` need. `mode="reduce-overhead"` records CUDA graphs, one for each size: for few sizes.
+`Unpadding` need. `mode="reduce-overhead"` records CUDA graphs, one for each size: for few sizes (see `CUDAGraphs`).
 
 **Needs.** For Inductor a C++ compiler and Python's headers on CPU; Triton, a C compiler and compute capability
 7.0 on CUDA. A `cache_dir` holds code that is loaded and run: point it only to folders that you trust. It is

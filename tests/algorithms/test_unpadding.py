@@ -597,6 +597,7 @@ class TestPacking:
         assert sum(filled) == -real % 32 and max(filled) <= LENGTH, "attention costs the square of a sequence"
         assert len(filled) == -(-32 // LENGTH), "as many whatever is filled: a graph has them in it"
         assert packing.ones().host.tolist() == [1] * ROWS + [0] * len(filled)
+        assert len(Packing.of(mask, count_tokens(mask), 10**6).lengths.host) == 2 * ROWS, "no more than can be filled"
         assert packing.steady().lengths.longest == LENGTH >= packing.lengths.longest
 
     @pytest.mark.parametrize("wrong", [0, -8, 1.5, True, "64"])
