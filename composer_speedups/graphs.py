@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ _OUTPUT = object()  # stands for a tensor in what layers return
 _REMEMBERED = 4096  # shapes
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _SHORT = 4096  # numbers of a tensor on the host
+_CHANGES = 20  # of the layers after which nothing is recorded any more: a recording costs as much as some steps
+_FLAGS = ("training", "p", "attention_dropout", "dropout_prob")  # of modules
 _UNREAD = "num_items_in_batch"  # transformers gives it to all that it calls; no layer reads it, and it always differs
 
 
@@ -55,6 +58,7 @@ class Graphs:
         self._known: dict[Hashable, tuple[Recorded, Any] | None] = {}  # by shape; None where it is not recorded
         self._memory: Memory | None = None
         self._state: Hashable = None  # of the layers, as the graphs have it in them
+        self._changes = 0  # of it, for which graphs were lost
         self._largest = 0  # numbers in the inputs of what is recorded
 
     @property
@@ -93,13 +97,16 @@ class Graphs:
             return "there is a hook in a layer"
         if not any(x.requires_grad for x in (*inputs, *parameters)):
             return "nothing is trained"
+        state = _state(modules, parameters)
+        if state != self._state:
+            self._changes += self._memory is not None
+            self._forget(state)
+        if self._changes > _CHANGES:
+            return f"the layers have changed {self._changes} times: frozen, moved, or other rates of dropout"
         if self._memory is not None and self._memory.taken():
             return "a backward pass comes after another forward pass"
         if self._memory is not None and not self._memory.vacate(parameters):
             return "somebody holds gradients of the step before"
-        state = _state(modules, parameters)
-        if state != self._state:
-            self._forget(state)
         if key is None:
             return "the layers are given something other than tensors and plain values"
         if key not in self._known:
@@ -111,7 +118,7 @@ class Graphs:
         return ""
 
     def _forget(self, state: Hashable) -> None:
-        """All graphs: what they have in them of the layers is not so any more."""
+        """All graphs, as what they have in them of the layers is not so any more, or to make room."""
         if self._memory is not None:
             torch.cuda.synchronize()
         self._known, self._memory, self._state, self._largest = {}, None, state, 0
@@ -138,20 +145,29 @@ class Graphs:
             return [y for y in pytree.tree_leaves(returned) if isinstance(y, torch.Tensor)]
 
         torch.clear_autocast_cache()
+        handled = sys.exception()
         try:
             with torch.autocast("cuda", enabled=False):  # as the backward pass has it
                 recorded = Recorded(function, inputs, parameters, self._memory)
+        except torch.OutOfMemoryError:
+            self._forget(None)
+            raise
         except RuntimeError as error:
-            first = error
-            while isinstance(first.__context__, Exception):  # PyTorch then fails to end the recording, too
-                first = first.__context__
-            if isinstance(first, torch.OutOfMemoryError):
-                raise first from None
-            what = str(first).partition("\n")[0]
+            what = _first_words(error, handled)
             raise SpeedUpUnavailable(
                 f"cuda_graphs cannot record these layers: {what}. Remove it, and start the process anew"
             ) from error
         return recorded, template
+
+
+def _first_words(error: BaseException, handled: BaseException | None) -> str:
+    """Of what went wrong first: PyTorch then fails to end the recording, too.
+
+    What is being `handled` outside has nothing to do with it.
+    """
+    while isinstance(error.__context__, Exception) and error.__context__ is not handled:
+        error = error.__context__
+    return str(error).partition("\n")[0]
 
 
 def _distinct(values: list[Any]) -> tuple[list[torch.Tensor], tuple[int | None, ...]]:
@@ -212,7 +228,8 @@ def _key(stack: torch.nn.Module, positional: int, names: tuple[str, ...], values
 def _state(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter]) -> Hashable:
     """What a graph has in it of the layers themselves."""
     weights = tuple([(p.data_ptr(), p.requires_grad, p.dtype) for p in parameters])
-    return weights, tuple([(type(m), m.training, getattr(m, "p", None)) for m in modules])
+    own = [(type(m), m.__dict__) for m in modules]  # a module takes long to say that it has no such attribute
+    return weights, tuple([(kind, *[values.get(name) for name in _FLAGS]) for kind, values in own])
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ class Memory:
 
     Attributes:
         pool: of PyTorch's allocator.
-        stream: on which all are recorded: cuBLAS keeps a workspace for each stream.
+        stream: on which all are recorded.
         gradients: where all graphs leave each parameter's gradient, by the parameter's number.
     """
 
     def __init__(self) -> None:
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), _stream(torch.cuda.current_device())
         self.gradients: dict[int, torch.Tensor] = {}
         self._users: dict[int, int] = {}  # of each gradient's storage, while nobody outside has it
         self._waiting: Callable[[], _Pass | None] = lambda: None
@@ -72,6 +73,12 @@ class Memory:
         """To be called when a recording is done, and nothing of it is held by anybody else."""
         storages = [g.untyped_storage()._cdata for g in self.gradients.values()]
         self._users = {storage: torch._C._storage_Use_Count(storage) for storage in storages}
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """One for all that is recorded: cuBLAS has a workspace for each stream, and keeps it for ever."""
+    return torch.cuda.Stream(device)
 
 
 def _move_away(parameter: torch.Tensor, ours: torch.Tensor) -> None:
@@ -184,5 +191,6 @@ class _Replay(torch.autograd.Function):
         recorded: Any = ctx.recorded
         wanted = [g for g, has in zip(given, recorded.differentiable, strict=True) if has]
         gradients = recorded.replay_backward(wanted)
-        ctx.run.done = True
+        # Whoever keeps a loss until the next one is there keeps no graph, and its memory, with it.
+        ctx.run.done, ctx.recorded = True, None
         return None, None, *gradients

@@ -21,9 +21,9 @@ with `Unpadding` of ModernBERT's. DDP exchanges the layers' gradients after thei
 not under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes that
 record graphs, or with `GradientCheckpointing`. A hook in a layer makes all run kernel by kernel, and so do evaluation,
 a second forward pass before the first one's backward pass, and gradients that somebody keeps elsewhere than as a
-parameter's `grad`. Weights that were moved or frozen, or another dropout rate, are recorded anew. What a forward pass
-keeps for backward stays allocated between steps, once for all shapes; a shape that is not recorded needs as much beside
-it.
+parameter's `grad`. Layers that were moved or frozen, or have another dropout rate, are recorded anew, up to twenty
+times. What a forward pass keeps for backward stays allocated between steps, once for all shapes; a shape that is not
+recorded needs as much beside it.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs and NVIDIA's submissions of BERT to MLPerf.
 """

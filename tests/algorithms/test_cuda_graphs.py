@@ -295,9 +295,35 @@ def test_what_cannot_be_recorded_is_told() -> None:
     model, before = model_of().cuda(), torch.cuda.current_stream()
     model.bert.encoder.layer[1].intermediate.intermediate_act_fn = Reading()
     apply_cuda_graphs(model)
-    with pytest.raises(SpeedUpUnavailable, match="cannot record these layers: operation not permitted when stream"):
-        train(model, "SequenceClassification", "cuda")
+    try:
+        raise KeyError("whatever is being handled while training goes on")
+    except KeyError:
+        with pytest.raises(SpeedUpUnavailable, match="cannot record these layers: operation not permitted when stream"):
+            train(model, "SequenceClassification", "cuda")
     assert torch.cuda.current_stream() == before
+
+
+@pytest.mark.gpu
+def test_out_of_memory_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Composer and `tune` look for it, to go on with less; what is there is given back, and comes again."""
+    model, batch = packed(model_of().cuda()), {k: x.cuda() for k, x in batch_of(1).items()}
+    apply_cuda_graphs(model)
+    for _ in range(3):
+        model(**batch).loss.backward()
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    large = {k: torch.cat((x, x)) for k, x in batch.items()}
+    model(**large).loss.backward()
+    with monkeypatch.context() as patch:
+        patch.setattr("composer_speedups.graphs.Recorded", full)
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            model(**large)
+    assert graphs_of(model).recorded == 0
+    for _ in range(3):
+        model(**batch).loss.backward()
+    assert (graphs_of(model).recorded, graphs_of(model).replayed) == (1, 2 + 2)
 
 
 @pytest.mark.gpu
@@ -336,22 +362,29 @@ def test_shapes_share_memory() -> None:
     model = packed(model_of().cuda(), multiple_of=16)
     apply_cuda_graphs(model)
 
-    def taken(rows: int) -> int:
-        for _ in range(2):
-            model(**{k: x[:rows].cuda() for k, x in batch_of(1).items()}).loss.backward()
+    loss = None
+
+    def taken(rows: int, times: int = 2) -> int:
+        nonlocal loss
+        for _ in range(times):
+            loss = model(**{k: x[:rows].cuda() for k, x in batch_of(1).items()}).loss  # as Composer keeps it, too
+            loss.backward()
             model.zero_grad()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
+    taken(ROWS, 1)
     before = torch.cuda.memory_allocated()
     first, second = taken(ROWS - 2) - before, taken(ROWS - 3) - before
     weights = sum(p.numel() for p in model.bert.encoder.parameters()) * 4
     assert graphs_of(model).recorded == 2
     assert first > weights, "gradients are kept"
     assert second - first < weights / 2
-    third = taken(ROWS) - before  # a larger one begins anew: the others' memory does not grow
+    third = taken(ROWS, 1) - before  # a larger one begins anew: the others' memory does not grow
     assert graphs_of(model).recorded == 1 and third - first < weights / 2
-    assert taken(ROWS - 2) - before > third and graphs_of(model).recorded == 2, "and they do, without being run first"
+    assert taken(ROWS - 2, 1) - before > third and graphs_of(model).recorded == 2, (
+        "and they do, without being run first"
+    )
 
 
 CHANGES = ["moved", "frozen", "dropout", "attention's mode", "activation", "a hook", "evaluation"]
@@ -394,6 +427,43 @@ def test_a_changed_model_is_recorded_anew(change: str) -> None:
     counts = {"evaluation": (1, 5, 1), "a hook": (1, 2, 4)}
     assert (graphs.recorded, graphs.replayed, graphs.launched) == counts.get(change, (1, 4, 2))
     assert len(calls) == (6 if change == "a hook" else 0)
+
+
+@pytest.mark.gpu
+def test_layers_that_change_all_the_time_are_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that take turns, say, and a model that loses a layer."""
+    monkeypatch.setattr("composer_speedups.graphs._CHANGES", 2)
+    model, batch = packed(model_of().cuda()), {k: x.cuda() for k, x in batch_of(1).items()}
+    apply_cuda_graphs(model)
+    for step in range(12):
+        model.bert.encoder.layer[0].output.dense.weight.requires_grad_(step // 2 % 2 == 0)
+        model.zero_grad()
+        model(**batch).loss.backward()
+    assert (graphs_of(model).replayed, graphs_of(model).launched) == (3, 9)
+    assert graphs_of(model).reason == "the layers have changed 3 times: frozen, moved, or other rates of dropout"
+
+
+@pytest.mark.gpu
+def test_a_model_may_lose_a_layer() -> None:
+    model, batch = model_of().cuda(), {k: x.cuda() for k, x in batch_of(1).items()}
+    apply_unpadding(model)
+    apply_cuda_graphs(model)
+    for layers in (2, 2, 2, 1, 1, 1):
+        model.bert.encoder.layer = model.bert.encoder.layer[:layers]
+        model(**batch).loss.backward()
+    assert (graphs_of(model).replayed, graphs_of(model).launched) == (4, 2)
+
+
+@pytest.mark.gpu
+def test_attention_dropout_that_is_a_number_is_looked_at() -> None:
+    model, batch = model_of("ModernBert").cuda(), {k: x.cuda() for k, x in batch_of(1).items()}
+    apply_unpadding(model)
+    apply_cuda_graphs(model)
+    for rate in (0.0, 0.0, 0.5, 0.5):
+        for layer in model.model.layers:
+            layer.attn.attention_dropout = rate
+        model(**batch).loss.backward()
+    assert (graphs_of(model).replayed, graphs_of(model).launched) == (2, 2)
 
 
 @pytest.mark.gpu
