@@ -12,9 +12,9 @@ ever.
 
 **When it pays.** Where the host is slower than the GPU: large GPUs, small batches or models, not compiled. A shape is
 run kernel by kernel when it comes first, and recorded when it comes again; so shapes must come again. Batches of one
-size padded to one length have one. With `Unpadding`, `multiple_of=512` leaves a few totals of tokens, for which half as
-many tokens of padding are computed on average; batches padded to their longest want `pad_to_multiple_of`. Other shapes
-than the first `limit` ones that came again run kernel by kernel.
+size padded to one length have one. With `Unpadding`, `multiple_of=512` leaves a few totals of tokens, and 256 tokens of
+padding to compute on average; batches padded to their longest want `pad_to_multiple_of`. Other shapes than the first
+`limit` ones that came again run kernel by kernel.
 
 **Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers, or
 with `Unpadding` of ModernBERT's. DDP exchanges the layers' gradients after their whole backward pass, not beside it;
