@@ -126,8 +126,9 @@ class Graphs:
     def _make_room(self, size: int) -> None:
         """The first graph's memory is what all others use. It does not grow: a larger one begins anew."""
         if size > self._largest and self._memory is not None:
-            torch.cuda.synchronize()
-            self._known, self._memory = dict.fromkeys(self._known), None
+            shapes = dict.fromkeys(self._known)
+            self._forget(self._state)
+            self._known = shapes  # they have come before
         self._largest = max(self._largest, size)
 
     def _record(self, call: Callable[..., Any], inputs, modules, parameters) -> tuple[Recorded, Any]:
@@ -228,8 +229,8 @@ def _key(stack: torch.nn.Module, positional: int, names: tuple[str, ...], values
 def _state(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter]) -> Hashable:
     """What a graph has in it of the layers themselves."""
     weights = tuple([(p.data_ptr(), p.requires_grad, p.dtype) for p in parameters])
-    own = [(type(m), m.__dict__) for m in modules]  # a module takes long to say that it has no such attribute
-    return weights, tuple([(kind, *[values.get(name) for name in _FLAGS]) for kind, values in own])
+    # By `__dict__`, as a module takes long to say that it has no such attribute.
+    return weights, tuple([(type(m), *[m.__dict__.get(name) for name in _FLAGS]) for m in modules])
 
 
 @contextmanager

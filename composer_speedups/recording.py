@@ -103,6 +103,9 @@ class Recorded:
         parameters: whose gradients are wanted where they require one.
         memory: shared with other graphs of the same parameters.
 
+    Attributes:
+        differentiable: of each output, whether it has a gradient.
+
     Raises:
         RuntimeError: something in it cannot be recorded.
     """
@@ -139,14 +142,14 @@ class Recorded:
         with torch.cuda.stream(main):  # PyTorch before 2.15 stays on the other stream if recording fails
             with torch.cuda.graph(self._forward, **how):
                 outputs = function(self._inputs, standing_in)
-            self._differentiable = [y.requires_grad for y in outputs]
+            self.differentiable = [y.requires_grad for y in outputs]
             with torch.cuda.graph(self._backward, **how):
                 found = iter(backward(outputs, self._given))
                 gradients = [next(found) if x.requires_grad else None for x in (*self._inputs, *standing_in)]
                 self._of_inputs, self._of_parameters = gradients[: len(inputs)], memory.keep(gradients[len(inputs) :])
                 del gradients, found
         # Without their history, so that what it kept is memory for the next graph.
-        self._outputs = [y.detach() for y in outputs]
+        self._inputs, self._outputs = [x.detach() for x in self._inputs], [y.detach() for y in outputs]
         del outputs
         memory.count_users()
 
@@ -155,7 +158,7 @@ class Recorded:
         return _Replay.apply(self, self._memory.take(), *inputs, *parameters)
 
     def replay_forward(self, inputs: Tensors) -> tuple[torch.Tensor, ...]:
-        torch._foreach_copy_([x.detach() for x in self._inputs], list(inputs))
+        torch._foreach_copy_(self._inputs, list(inputs))
         self._forward.replay()
         return tuple(y.clone() for y in self._outputs)
 
@@ -165,11 +168,6 @@ class Recorded:
         # An input's gradient goes on through the model; a parameter's is used where it is.
         own = [None if g is None else g.clone() for g in self._of_inputs]
         return own + [None if g is None else g.detach() for g in self._of_parameters]
-
-    @property
-    def differentiable(self) -> list[bool]:
-        """Of each output, whether it has a gradient."""
-        return self._differentiable
 
 
 class _Replay(torch.autograd.Function):

@@ -215,9 +215,10 @@ def hooked(module: torch.nn.Module) -> bool:
 
     Or has given it a `forward` of its own, as Accelerate does to move weights to where they are used.
     """
-    m = module
-    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    return bool(hooks) or "forward" in m.__dict__
+    before_and_after = module._forward_pre_hooks or module._forward_hooks
+    return bool(
+        before_and_after or module._backward_pre_hooks or module._backward_hooks or "forward" in module.__dict__
+    )
 
 
 def hooked_inside(module: torch.nn.Module) -> bool:

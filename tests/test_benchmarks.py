@@ -105,7 +105,13 @@ def test_who_is_compared_has_the_same_work(hardware: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", ["cpu/fastest", "finetune/fastest", "finetune/fastest_graphs", "mlm/fastest_graphs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cpu/fastest", "finetune/fastest", "finetune/fastest_eager", "finetune/fastest_graphs"),
+        *("mlm/fastest", "mlm/fastest_graphs"),
+    ],
+)
 def test_the_bare_loop_calls_every_function_as_it_wants_to_be_called(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

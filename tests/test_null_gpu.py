@@ -50,7 +50,7 @@ def on_null_gpu(
 
 
 def groups() -> dict[str, list[str]]:
-    """Tests for a GPU, in three parts about as long as each other."""
+    """Tests for a GPU, in parts of which each ends in its time."""
     files = gpu.marked()
     return {
         "models": [file for file in files if file not in {*LARGE, RECORDED}],

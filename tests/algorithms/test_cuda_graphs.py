@@ -132,7 +132,10 @@ def test_trains_as_the_stock_model_in_float64(family: str, head: str, unpadded: 
         assert apply_cuda_graphs(model) == 0  # its encoder is more than layers
         return
     assert apply_cuda_graphs(model) == 1
+    parameters = list(model.parameters())
     assert_close(train(model, head, "cuda"), train(stock, head, "cpu"), 1e-5)
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == list(stock.state_dict())
     graphs = graphs_of(model)
     assert (graphs.recorded, graphs.replayed, graphs.launched) == (1, 4, 1)
 
@@ -570,6 +573,7 @@ def test_the_cpu_is_left_alone() -> None:
     assert (apply_cuda_graphs(model), apply_cuda_graphs(model)) == (1, 0)
     for one, other in zip(*(train(m, "SequenceClassification", "cpu") for m in (model, stock)), strict=True):
         assert torch.equal(one, other)
+    assert list(model.state_dict()) == list(stock.state_dict())
 
 
 def test_copies_and_pickles_have_graphs_of_their_own() -> None:
