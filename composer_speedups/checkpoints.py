@@ -166,13 +166,14 @@ class Checkpoints:
                     aside.name,
                     Path(str(self.load_path)).name,
                 )
-            if self.load_path is None and self.folder.is_dir() and any(self.folder.iterdir()):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob(".partial-*"):
+                leftover.unlink()  # of a run that was killed while it wrote, perhaps its first: nothing to keep
+            if self.load_path is None and any(self.folder.iterdir()):
                 aside = _free(self.folder.with_name(f"{self.folder.name}-old"))
                 self.folder.rename(aside)
                 log.warning("the checkpoints of an earlier run are kept in %s", aside)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".partial-*"):
-                leftover.unlink()  # of a run that was killed while it wrote
+                self.folder.mkdir()
 
     def saver(self, interval: str) -> Saver:
         """The callback that writes them."""

@@ -301,6 +301,18 @@ def test_starting_anew_keeps_what_was_there(saved, whole) -> None:
     assert (saved / "checkpoints-old-2").is_dir()
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_killed_in_its_first_checkpoint_leaves_nothing_to_keep(tmp_path, caplog, resume: bool) -> None:
+    """What was half-written is no checkpoint of an earlier run, and is not told to be one."""
+    half = tmp_path / "checkpoints" / ".partial-ep0-ba1-rank0.pt"
+    half.parent.mkdir()
+    half.write_bytes(b"half of it")
+    assert run(tiny("duration=1ba", "schedule.warmup=0ba"), save=tmp_path, resume=resume).status == "ok"
+    assert [p.name for p in half.parent.iterdir() if not p.is_symlink()] == ["ep0-ba1-rank0.pt"]
+    assert not list(tmp_path.glob("checkpoints-old*"))
+    assert "earlier run" not in caplog.text
+
+
 def test_resume_where_nothing_is_starts_anew(tmp_path) -> None:
     result = run(tiny("duration=1ba", "schedule.warmup=0ba"), save=tmp_path / "new", resume=True)
     assert (result.steps, result.status) == (1, "ok")
