@@ -326,7 +326,8 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
 def _save_model(model: Any, task: Task, folder: Path) -> None:
     """Write beside the folder first, then move file by file into it: no file there is ever half written."""
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".saving-{os.getpid()}"
+    beside = folder / ".saving"
+    shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed here; one run at a time holds the folder
     try:
         model.save_pretrained(beside)
         if task.tokenizer is not None:

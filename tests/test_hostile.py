@@ -150,6 +150,16 @@ def test_finished_run_resumed_says_so_and_writes_the_model(isolation, whole, sav
     assert outcome.value["losses"] == []
 
 
+def test_killed_while_the_model_was_saved_leaves_nothing_of_it(isolation, whole, saved) -> None:
+    half = saved / ".saving"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half of it")
+    (half / "of_another_version.bin").write_bytes(b"")
+    outcome = isolation.run({"save": str(saved), "resume": True}, timeout=60)
+    assert_same_as_whole(outcome, whole, saved)
+    assert not (saved / "of_another_version.bin").exists()
+
+
 def test_finished_run_with_a_checkpoint_at_its_very_end_is_evaluated(tmp_path) -> None:
     """With the default interval the last checkpoint leaves nothing to fit, and Composer is asked to evaluate only."""
     first, model = run(tiny(), save=tmp_path), tmp_path / "model.safetensors"

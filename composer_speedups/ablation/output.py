@@ -101,8 +101,11 @@ def write_all(store: Store, folder: Path, pictures: bool = True) -> Findings:
 def replace(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old content or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a full disk, say
 
 
 def _finite(value: Any) -> Any:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from composer_speedups.ablation.charts import charts, shares
 from composer_speedups.ablation.compare import compare, comparison_table, differences
-from composer_speedups.ablation.output import Findings, write_all
+from composer_speedups.ablation.output import Findings, replace, write_all
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.tables import latex_table
@@ -364,3 +364,10 @@ def test_a_report_that_writes_nothing_leaves_the_folder_alone(study, capsys, tmp
     (folder / "runs.sqlite").write_bytes(b"not a database, and long enough to be looked at as one" * 4)
     assert main(["report", str(folder), "--no-write"]) == 2
     assert str(folder / "runs.sqlite") in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path):
+    (tmp_path / "table.md").mkdir()  # as a full disk: its content is written, and can't take its place
+    with pytest.raises(OSError):
+        replace(tmp_path / "table.md", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["table.md"]
