@@ -169,6 +169,7 @@ def become(optimizer: Optimizer, template: Optimizer, layouts: dict[torch.Tensor
             )
             if layouts[parameter] == "apex":
                 group["step"] = moments.step
+    template.defaults.update(_shared_defaults(optimizer, template))
     old = vars(optimizer)
     kept = {name: old[name] for name in old if name.endswith("_hooks") or name == "_opt_called"}
     watched = hasattr(old.get("step"), "_wrapped_by_lr_sched")
@@ -176,6 +177,16 @@ def become(optimizer: Optimizer, template: Optimizer, layouts: dict[torch.Tensor
     optimizer.__dict__ = {**vars(template), **kept}
     if watched:
         _watch_step(optimizer)
+
+
+def _shared_defaults(optimizer: Optimizer, template: Optimizer) -> dict[str, Any]:
+    """What groups that are added later get of `optimizer`, where its user has not said it for them."""
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in template.defaults}
+    for flag in ("foreach", "fused", "decoupled_weight_decay"):  # of the implementation, which is to be another
+        defaults.pop(flag, None)
+    if _family(optimizer) == "decoupled" and defaults["lr"]:
+        defaults["weight_decay"] /= defaults["lr"]  # as `torch_groups` has it
+    return defaults
 
 
 def become_torch(optimizer: Optimizer, *, foreach: bool, fused: bool) -> int:

@@ -12,7 +12,7 @@ from composer_speedups.recipe_yaml import Item, Where, read_text, show
 __all__ = ["SECTIONS", "merge", "normalised", "override_all"]
 
 COMMAND_LINE = Where("command line")
-FREE = (("speedups",), ("loggers",), ("model", "config"), ("task", "label_names"))  # mappings of any names
+FREE = (("speedups",), ("loggers",), ("model", "config"))  # mappings of any names
 SECTIONS = {"speedups": "speed-up", "loggers": "logger"}  # mappings of a name to arguments; null removes a name
 
 

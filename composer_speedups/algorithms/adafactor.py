@@ -76,9 +76,10 @@ def apply_adafactor(optimizer: Optimizer, *, scale_parameter: bool = False, fore
         return 0
     _refuse_unsupported(optimizer)
     groups = torch_groups(optimizer)
+    eps = (_LEAST, 1e-3 if scale_parameter else 1.0)
     for group, old in zip(groups, optimizer.param_groups, strict=True):
         group.pop("betas", None)
-        group["eps"] = (_LEAST, 1e-3 if scale_parameter else 1.0)
+        group["eps"] = eps
         group["maximize"] = old.get("maximize", False)
     template = torch.optim.Adafactor(groups, foreach=foreach)
     for group in optimizer.param_groups:
@@ -86,6 +87,7 @@ def apply_adafactor(optimizer: Optimizer, *, scale_parameter: bool = False, fore
             if state := optimizer.state.pop(parameter, None):
                 template.state[parameter] = _factored(state, group)
     become(optimizer, template, {})
+    optimizer.defaults["eps"] = eps  # two other things than AdamW's one
     return sum(len(group["params"]) for group in groups)
 
 

@@ -71,7 +71,7 @@ def write_recipe(
     Args:
         out: the file; never half written, and replaced only if `overwrite`.
         recipe: what is to be loaded again.
-        base: what `extends` loads as; None writes every value.
+        base: what `extends` loads as; None writes every value, as is done where the difference cannot be said.
         extends: how the file names `base`.
         description: of the new recipe.
         evidence: lines of the comment at the top.
@@ -86,8 +86,7 @@ def write_recipe(
     if base is not None:
         head["extends"] = extends
     head["description"] = description
-    old = {} if base is None else base.to_dict()
-    values = _changes(old, wanted) if base is not None else {k: v for k, v in wanted.items() if v is not None}
+    values = {k: v for k, v in wanted.items() if v is not None} if base is None else _changes(base.to_dict(), wanted)
     for key in ("batch_size", "learning_rate"):  # said even where they stayed: they were found to be right
         values[key] = wanted[key]
     order = [key for key in wanted if key in values]
@@ -108,11 +107,11 @@ def write_recipe(
         os.chmod(temporary, 0o644)
         loaded = load_recipe(temporary, check_arguments=False).to_dict()
         different = [key for key, value in wanted.items() if loaded[key] != value]
-        if different:
+        if different and base is None:
             raise RuntimeError(f"the recipe that was written loads with another {', '.join(different)}")
-        if overwrite:
+        if not different and overwrite:
             os.replace(temporary, out)
-        else:
+        elif not different:
             move_if_free(temporary, out)
     except FileExistsError:
         raise UserError(f"{out} exists: add --overwrite to replace it, or choose another --out") from None
@@ -120,16 +119,20 @@ def write_recipe(
         raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+    if different:  # what `extends` gives cannot always be taken away: one argument of a speed-up, one of several of a
+        # model's configuration
+        words = {"description": description, "evidence": evidence, "reasons": reasons, "name": name}
+        write_recipe(out, recipe, None, None, overwrite=overwrite, **words)
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What `new` must say when it is laid over `old`: null takes a speed-up away."""
+    """What `new` must say when it is laid over `old`: null takes a speed-up away, an empty mapping all of it."""
     found: dict[str, Any] = {}
     for key, value in new.items():
         before = old.get(key)
         if value == before:
             continue
-        if isinstance(value, dict) and isinstance(before, dict):
+        if value and isinstance(value, dict) and isinstance(before, dict):
             inner = _changes(before, value)
             inner |= {name: None for name in before if name not in value}
             found[key] = inner

@@ -23,6 +23,7 @@ from composer_speedups import (
     apply_bnb_adamw,
     apply_foreach_adamw,
     apply_fused_adamw,
+    registry,
 )
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.optimizer_states import read_moments
@@ -360,6 +361,24 @@ def test_8bit_override_of_one_model_does_not_reach_another() -> None:
         step(optimizer, 0)
     assert first.state[embedding.weight]["state1"].dtype == torch.float32
     assert second.state[linear.weight]["state1"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("key", [*EXACT, "adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_group_added_later_has_the_users_defaults(key: str, decoupled: bool) -> None:
+    """Gradual unfreezing gives the layers only, and means the rate that the optimizer was made with."""
+    first, later = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    asked = {"lr": 1e-5, "betas": (0.8, 0.9), "eps": 1e-6}
+    if decoupled:
+        optimizer = DecoupledAdamW(first.parameters(), weight_decay=2e-7, **asked)
+    else:
+        optimizer = torch.optim.AdamW(first.parameters(), weight_decay=0.02, maximize=False, **asked)
+    registry.function(key)(optimizer, **({"embeddings_32bit": False} if key == "adamw_8bit" else {}))
+    optimizer.add_param_group({"params": list(later.parameters())})
+    one, other = optimizer.param_groups
+    assert other["weight_decay"] == pytest.approx(0.02) and other["lr"] == 1e-5
+    own = {"params", "initial_lr"}
+    assert {k: v for k, v in other.items() if k not in own} == {k: v for k, v in one.items() if k not in own}
 
 
 def test_hooks_of_the_optimizer_stay() -> None:
