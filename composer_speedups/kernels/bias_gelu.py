@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from types import ModuleType
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.native import load
+from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
@@ -105,18 +104,15 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[to
 # --- the CPU ----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def native() -> ctypes.CDLL | None:
-    """The C kernels, if they could be built and agree with their meaning in PyTorch operations; None if not."""
-    library = load("bias_gelu")
-    if library is None:
-        return None
+@checked("bias_gelu")
+def native(library: ctypes.CDLL) -> bool:
+    """Whether the C kernels agree with their meaning in PyTorch operations."""
     _declare(library)
     x, dy = torch.linspace(-6, 6, 3 * 37 * 2, dtype=torch.float32, device="cpu").view(2, 3, 37)
     bias = x[0] / 2
     ours = (_native_forward(library, x, bias), *_native_backward(library, dy, x, bias))
     wanted = (_torch_forward(x, bias), *_torch_backward(dy, x, bias))
-    return library if all(a.allclose(b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, wanted, strict=True)) else None
+    return all(a.allclose(b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, wanted, strict=True))
 
 
 def _declare(library: ctypes.CDLL) -> None:

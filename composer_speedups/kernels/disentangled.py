@@ -20,15 +20,13 @@ Source: DeBERTa, https://arxiv.org/abs/2006.03654.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from composer_speedups.kernels import fused_attention as fused
 from composer_speedups.kernels.fast_dropout import draw_keys
-from composer_speedups.kernels.native import load
+from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.tensors import plain, shape_only
 from composer_speedups.kernels.varlen_attention import Lengths, packed_rows, padded_rows, places_in_rows, real_keys
@@ -235,14 +233,10 @@ def _padded(
     return packed_rows(padded_attention(pq, pk, pv, bias, dropout_p, scale), at)
 
 
-@cache
-def native() -> ctypes.CDLL | None:
-    """The C passes, if they could be built and agree with their meaning in PyTorch operations; None if not."""
-    library = load("disentangled")
-    if library is None:
-        return None
-    with _disable_current_modes(), torch.no_grad():  # first asked in a dry run, where tensors have no numbers
-        return library if all(_agrees(library, dtype) for dtype in _NAMES) else None
+@checked("disentangled")
+def native(library: ctypes.CDLL) -> bool:
+    """Whether the C passes agree with their meaning in PyTorch operations."""
+    return all(_agrees(library, dtype) for dtype in _NAMES)
 
 
 def _agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:

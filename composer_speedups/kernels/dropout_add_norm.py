@@ -24,14 +24,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from types import ModuleType
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from composer_speedups.kernels.fast_dropout import fast_dropout_mask, realised
-from composer_speedups.kernels.native import load
+from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
@@ -159,12 +158,9 @@ def _backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=N
 # --- the CPU ----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def native() -> ctypes.CDLL | None:
-    """The C kernels, if they could be built and agree with their meaning in PyTorch operations; None if not."""
-    library = load("dropout_add_norm")
-    if library is None:
-        return None
+@checked("dropout_add_norm")
+def native(library: ctypes.CDLL) -> bool:
+    """Whether the C kernels agree with their meaning in PyTorch operations."""
     _declare(library)
     x, residual, dy = torch.linspace(-4, 4, 3 * 37 * 3, dtype=torch.float32, device="cpu").sin().view(3, 3, 37)
     weight, bias, seeds = x[0] + 2, x[1], torch.tensor([5, 6], device="cpu")
@@ -173,7 +169,7 @@ def native() -> ctypes.CDLL | None:
     expected = _torch_forward(x, residual, weight, bias, seeds, 6554, 1e-5, bias)
     wanted = _torch_backward(dy, x, residual, weight, *expected[1:], seeds, 6554, bias)
     pairs = zip((*out, *gradients), (*expected, *wanted), strict=True)
-    return library if all(a.allclose(b, rtol=1e-4, atol=1e-4) for a, b in pairs) else None
+    return all(a.allclose(b, rtol=1e-4, atol=1e-4) for a, b in pairs)
 
 
 def _declare(library: ctypes.CDLL) -> None:

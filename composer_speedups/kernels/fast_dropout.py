@@ -19,11 +19,10 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 
-from composer_speedups.kernels.native import load
+from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import plain, shape_only
 
 __all__ = [
@@ -139,18 +138,15 @@ def keep_by_torch(size: int, keys: Sequence[int | torch.Tensor], dropped: int) -
     return lanes >= dropped - _STEPS // 2
 
 
-@cache
-def native() -> ctypes.CDLL | None:
-    """The C kernels, if they could be built and agree with `keep_by_torch`; None if not."""
-    library = load("fast_dropout")
-    if library is None:
-        return None
+@checked("fast_dropout")
+def native(library: ctypes.CDLL) -> bool:
+    """Whether the C kernels agree with `keep_by_torch`."""
     for name in _KERNELS.values():
         kernel = getattr(library, name)
         kernel.argtypes, kernel.restype = _ARGUMENTS, None
     probe, keys = torch.empty(1031, dtype=torch.bool, device="cpu"), (0xDEADBEEF, 0x12345678)
     library.keep_mask(None, probe.data_ptr(), len(probe), *keys, 6554 - _STEPS // 2, 1.0, 1)
-    return library if torch.equal(probe, keep_by_torch(len(probe), keys, 6554)) else None
+    return torch.equal(probe, keep_by_torch(len(probe), keys, 6554))
 
 
 def _dropped(p: float) -> int:

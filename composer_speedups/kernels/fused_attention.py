@@ -19,10 +19,9 @@ import math
 from functools import cache, partial
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
-from composer_speedups.kernels.native import load
+from composer_speedups.kernels.native import load, without_modes
 from composer_speedups.kernels.tensors import empty_beside, plain, shape_only
 
 __all__ = ["FILES", "backward", "band", "filled", "forward", "native", "scores", "scores_of", "serves", "usable"]
@@ -242,7 +241,7 @@ def usable(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
     if not library.threaded and torch.get_num_threads() > 1:
         log.info("kernel %s has one thread only: the separate passes, with more, serve instead", name)
         return None
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes():
         if agrees(library, dtype):
             return library
     log.info("kernel %s does not agree with PyTorch: another, or the separate passes, serve instead", name)

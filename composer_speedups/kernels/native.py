@@ -10,6 +10,7 @@ PyTorch meaning of the kernel to fall back on. `COMPOSER_SPEEDUPS_NATIVE=0` asks
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -18,12 +19,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-import torch  # noqa: F401  its OpenMP runtime must be in the process before a kernel is loaded
+import torch  # its OpenMP runtime must be in the process before a kernel is loaded
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["load"]
+__all__ = ["checked", "load", "without_modes"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -60,6 +63,37 @@ def load(name: str) -> ctypes.CDLL | None:
         except (OSError, subprocess.SubprocessError) as error:
             log.info("kernel %s: %s %s failed: %s", name, compiler, " ".join(flags), error)
     return None
+
+
+def checked(name: str) -> Callable[[Callable[[ctypes.CDLL], bool]], Callable[[], ctypes.CDLL | None]]:
+    """Decorate what declares a library's functions and says whether they agree with their meaning in PyTorch.
+
+    What it becomes gives the library made of `<name>.c`, or None where it can't be built or does not agree; this is
+    found out once.
+    """
+
+    def decorate(agrees: Callable[[ctypes.CDLL], bool]) -> Callable[[], ctypes.CDLL | None]:
+        @cache
+        def native() -> ctypes.CDLL | None:
+            library = load(name)
+            if library is None:
+                return None
+            with without_modes():
+                if agrees(library):
+                    return library
+            log.info("kernel %s does not agree with PyTorch, whose operations serve instead", name)
+            return None
+
+        return native
+
+    return decorate
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Tensors with numbers: a library may first be asked for in a dry run, where they have none, and no addresses."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
 
 
 def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:

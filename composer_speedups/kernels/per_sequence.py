@@ -25,7 +25,7 @@ import torch
 
 from composer_speedups.kernels import fused_attention as fused
 from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, realised
-from composer_speedups.kernels.native import load
+from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import shape_only
 
 __all__ = ["native", "per_sequence", "served_by"]
@@ -342,12 +342,9 @@ def _softmax_backward(gradient, probabilities, kept, dropout_p: float, scale: fl
     return (p.abs() * (through - (p.abs() * through).sum(-1, keepdim=True)) * scale).to(gradient.dtype)
 
 
-@cache
-def native() -> ctypes.CDLL | None:
-    """The C passes, if they could be built and agree with their meaning in PyTorch operations; None if not."""
-    library = load("per_sequence")
-    if library is None:
-        return None
+@checked("per_sequence")
+def native(library: ctypes.CDLL) -> bool:
+    """Whether the C passes agree with their meaning in PyTorch operations."""
     for name in _NAMES.values():
         forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
         forward.argtypes, forward.restype = (_P, _P, _N, _N, _W, _W, ctypes.c_int32, _F, _F, _I), None
@@ -356,8 +353,7 @@ def native() -> ctypes.CDLL | None:
     p, kept = scores.clone(), torch.empty_like(scores)
     library.forward_float32(p.data_ptr(), kept.data_ptr(), 3, 37, 7, 9, 6554 - _STEPS // 2, 1.0, 1.0, 1)
     stays = keep_by_torch(scores.numel(), (7, 9), 6554).view(scores.shape)
-    agrees = torch.equal(stays, p > 0) and p.abs().allclose(scores.softmax(-1), rtol=1e-5)
-    return library if agrees else None
+    return torch.equal(stays, p > 0) and p.abs().allclose(scores.softmax(-1), rtol=1e-5)
 
 
 # Under torch.compile the loop over sequences is one opaque operation: no graph breaks, and no new graph when lengths

@@ -10,12 +10,10 @@ Source: RoFormer, https://arxiv.org/abs/2104.09864, by halves as in GPT-NeoX.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from composer_speedups.kernels.native import load
+from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import plain, shape_only
 
 __all__ = ["rotary", "serves"]
@@ -87,17 +85,13 @@ def _by_torch(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, back: b
     return torch.cat(halves, -1).to(x.dtype)
 
 
-@cache
-def native() -> ctypes.CDLL | None:
-    """The C functions, if they could be built and agree with their meaning in PyTorch operations; None if not."""
-    library = load("rotary")
-    if library is None:
-        return None
+@checked("rotary")
+def native(library: ctypes.CDLL) -> bool:
+    """Whether the C functions agree with their meaning in PyTorch operations."""
     for name in _NAMES.values():
         arguments = (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _INT)
         getattr(library, name).argtypes, getattr(library, name).restype = arguments, None
-    with _disable_current_modes(), torch.no_grad():  # first asked in a dry run, where tensors have no numbers
-        return library if _agrees(library) else None
+    return _agrees(library)
 
 
 def _agrees(library: ctypes.CDLL) -> bool:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composer_speedups.kernels import disentangled as module
 from composer_speedups.kernels import fused_attention as fused
+from composer_speedups.kernels import native as building
 from composer_speedups.kernels.disentangled import disentangled_attention
 from composer_speedups.kernels.fast_dropout import realised
 from composer_speedups.kernels.varlen_attention import Lengths
@@ -213,12 +214,12 @@ def test_a_library_with_a_planted_fault_is_not_used(name: str, tmp_path: Path, m
     if module.native() is None:
         pytest.skip("no compiler")
     library = compiled(tmp_path, "disentangled", *FAULTS[name])
-    monkeypatch.setattr(module, "load", lambda _: library)
+    monkeypatch.setattr(building, "load", lambda _: library)
     assert (module.native.__wrapped__() is not None) == (name == "none")
 
 
 def test_without_a_compiler_pytorch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "load", lambda _: None)
+    monkeypatch.setattr(building, "load", lambda _: None)
     assert module.native.__wrapped__() is None
     monkeypatch.setattr(module, "native", lambda: None)
     given = tensors(torch.float32)[:5]

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.modernbert import modeling_modernbert as stock
 
+from composer_speedups.kernels import native as building
 from composer_speedups.kernels import rotary as module
 from composer_speedups.kernels.native import load
 from composer_speedups.kernels.rotary import rotary, serves
@@ -148,7 +149,7 @@ def test_a_library_that_differs_is_not_used(function: str, monkeypatch: pytest.M
             return backwards
 
     assert module.native() is not None
-    monkeypatch.setattr(module, "load", lambda name: Wrong())
+    monkeypatch.setattr(building, "load", lambda name: Wrong())
     assert module.native.__wrapped__() is None
-    monkeypatch.setattr(module, "load", lambda name: None)
+    monkeypatch.setattr(building, "load", lambda name: None)
     assert module.native.__wrapped__() is None

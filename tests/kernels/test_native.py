@@ -1,0 +1,35 @@
+"""Building C kernels, and trying each before it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_speedups import kernels
+from composer_speedups.kernels.native import load
+
+CHECKED = sorted(
+    path.stem for path in Path(kernels.__file__).parent.glob("*.py") if "\n@checked(" in path.read_text("utf-8")
+)
+
+
+def test_they_are_found() -> None:
+    assert {"bias_gelu", "dropout_add_norm", "fast_dropout", "per_sequence", "rotary"} <= set(CHECKED)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_asked_for_first_in_a_dry_run_it_is_tried_on_numbers(name: str) -> None:
+    """A tensor without numbers has the address 0. In a process of its own: what writes there ends it."""
+    if load(name) is None:
+        pytest.skip("no C compiler on this machine")
+    code = (
+        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        f"from composer_speedups.kernels import {name} as module\n"
+        "with FakeTensorMode():\n"
+        "    print(module.native())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "CDLL" in done.stdout, done.stderr
