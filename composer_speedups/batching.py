@@ -54,16 +54,23 @@ def sample_lengths(dataset: Dataset) -> np.ndarray:
 
     A sample is a mapping with `attention_mask` (its ones are counted) or `input_ids` (their number is).
     """
-    own = getattr(dataset, "lengths", None)
-    if own is not None and len(own) == len(dataset):
-        return np.asarray(own, np.int64)
-    if isinstance(dataset, Subset):
-        return sample_lengths(dataset.dataset)[np.asarray(dataset.indices)]
-    with torch.random.fork_rng(devices=[]):
-        lengths = np.fromiter((_length(dataset[i]) for i in range(len(dataset))), np.int64, count=len(dataset))
-    if len(lengths) and lengths.min() < 1:
+    lengths = _own_lengths(dataset)
+    if lengths is None:
+        with torch.random.fork_rng(devices=[]):
+            lengths = np.fromiter((_length(dataset[i]) for i in range(len(dataset))), np.int64, count=len(dataset))
+    if not len(lengths):
+        raise SpeedUpUnavailable("the dataset has no sample: give one that has")
+    if lengths.min() < 1:
         raise SpeedUpUnavailable(f"sample {int(lengths.argmin())} has no token: remove empty samples")
     return lengths
+
+
+def _own_lengths(dataset: Dataset) -> np.ndarray | None:
+    if isinstance(dataset, Subset):  # of which only some are asked for
+        whole = _own_lengths(dataset.dataset)
+        return None if whole is None else whole[np.asarray(dataset.indices, np.int64)]
+    own = getattr(dataset, "lengths", None)
+    return np.asarray(own, np.int64) if own is not None and len(own) == len(dataset) else None
 
 
 def _length(sample: Any) -> int:
@@ -192,14 +199,14 @@ class TrimPadding:
             name for name, value in batch.items()
             if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[:2] == mask.shape
         }  # fmt: skip
-        if labels_of_classes := {"labels"} & wide and batch["labels"].is_floating_point():
+        if "labels" in wide and batch["labels"].is_floating_point():
             wide -= {"labels"}  # several classes a sample, by chance as many as there are columns
         if unknown := wide - _PER_TOKEN:
             if not self._warned:
                 log.warning("padding is not trimmed: %s may be per token, or not", ", ".join(sorted(unknown)))
             self._warned = True
             return batch
-        for name in wide - {"labels" if labels_of_classes else ""}:
+        for name in wide:
             batch[name] = batch[name][:, :width].contiguous()
         return batch
 

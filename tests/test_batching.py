@@ -147,6 +147,25 @@ def test_lengths_of_all_kinds_of_samples() -> None:
         sample_lengths(Samples([(torch.zeros(3), 1)]))
     with pytest.raises(SpeedUpUnavailable, match="no token"):
         sample_lengths(Samples([{"input_ids": [1]}, {"input_ids": []}]))
+    with pytest.raises(SpeedUpUnavailable, match="sample 1 has no token"):
+        sample_lengths(Rows([5, 0]))
+    with pytest.raises(SpeedUpUnavailable, match="has no sample"):
+        sample_lengths(Samples())
+
+
+def test_of_a_subset_only_its_samples_are_read() -> None:
+    class Counting(list):
+        read = 0
+
+        def __getitem__(self, index):
+            self.read += 1
+            return {"input_ids": [1] * index}
+
+    samples = Counting(range(100))
+    assert sample_lengths(Subset(samples, [7, 3])).tolist() == [7, 3], "sample 0, which is empty, was left out"
+    assert samples.read == 2
+    nested = Subset(Subset(Rows([5, 0, 7, 9]), [3, 1, 0]), [0, 2])
+    assert sample_lengths(nested).tolist() == [9, 5]
 
 
 def test_loaders_that_cannot_be_regrouped() -> None:

@@ -9,7 +9,9 @@ allows.
 step with n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not
 lose weight to long ones (the logged loss stays the batch's mean). With one label a token, as in MLM, the loss
 is a mean over tokens, of which batches hold equally many: no scale is needed but the one that undoes Composer's
-weighting of ranks by samples. `weighting="batch"` leaves all batches alike, as Composer would.
+weighting of ranks by samples. Such labels are recognised as integers of two dimensions under the batch's `labels`;
+where your model's have another name, or a place in a tuple, ask for `weighting="batch"`, which leaves all batches
+alike, as Composer would.
 
 **When it pays.** Together with `Unpadding`, on one rank to even out memory, on several to even out time. On
 padded models use `LengthGroupedBatches`.
@@ -25,6 +27,7 @@ Source: token-budget batches as fairseq's `max_tokens`; sequence packing in Mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -93,7 +96,7 @@ class TokenBudgetBatches(SpeedUp):
 
     stage = Stage.DATA
     slot = "batches"
-    events = frozenset({Event.FIT_START, Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD})
+    events = frozenset({Event.FIT_START, Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD, Event.FIT_END})
 
     def __init__(self, tokens_per_batch: int | None = None, weighting: str = "sample", multiple_of: int = 8) -> None:
         if tokens_per_batch is not None:
@@ -103,18 +106,26 @@ class TokenBudgetBatches(SpeedUp):
         self.multiple_of = check_count("multiple_of", multiple_of)
         self._epoch = -1
         self._samples: list[list[int]] = []  # of each step, on each rank
-        self._microbatch: int | float | None = None
+        self._whole = math.inf  # samples of a batch of the loader that was replaced
+        self._asked: int | float | None = None  # the Trainer's microbatch before this fit
+        self._set: int | float | None = None  # and what it has of us
 
     def install(self, state: State, logger: Logger) -> None:
         """Nothing yet: the dataloader is not there before `Event.FIT_START`."""
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.FIT_START:
+            if (
+                self._set is None or state.device_train_microbatch_size != self._set
+            ):  # else of a fit that was broken off
+                self._asked = state.device_train_microbatch_size
             self._replace_loader(state, logger)
         elif event is Event.AFTER_DATALOADER:
             self._fit_microbatch(state)
         elif event is Event.BEFORE_BACKWARD and self.weighting == "sample":
             self._weigh(state)
+        elif event is Event.FIT_END and self._set is not None:
+            state.device_train_microbatch_size, self._set = self._asked, None
 
     def _replace_loader(self, state: State, logger: Logger) -> None:
         self._epoch = -1
@@ -126,9 +137,7 @@ class TokenBudgetBatches(SpeedUp):
         limited = limit is not None and int(limit) < len(before)
         state.set_dataloader(loader, state.dataloader_label, min(int(limit), len(loader)) if limited else -1)
         state.train_dataloader = state.dataloader
-        # Composer took the loader's batch size if the user gave none; batches are to stay whole then.
-        chosen = state.device_train_microbatch_size
-        self._microbatch = chosen if chosen is not None and chosen < before.batch_size else None
+        self._whole = before.batch_size
         lengths = loader.batch_sampler.lengths
         self.report(
             logger,
@@ -141,26 +150,37 @@ class TokenBudgetBatches(SpeedUp):
 
     def _fit_microbatch(self, state: State) -> None:
         """A batch of fewer samples than a microbatch would make Composer warn at each step."""
-        ours = isinstance(getattr(state.dataloader, "batch_sampler", None), TokenBudgetSampler)
-        if ours and isinstance(state.batch, Mapping) and not state.auto_microbatching:
-            samples = len(next(iter(state.batch.values())))
-            state.device_train_microbatch_size = min(self._microbatch or samples, samples)
+        if (samples := self._samples_of_step(state)) and not state.auto_microbatching:
+            own = samples[state.dataloader.batch_sampler.rank]
+            # Composer took the loader's batch size if the user gave none; batches are to stay whole then.
+            chosen = self._asked if self._asked is not None and self._asked < self._whole else own
+            self._set = state.device_train_microbatch_size = min(chosen, own)
 
-    def _weigh(self, state: State) -> None:
+    def _samples_of_step(self, state: State) -> list[int]:
+        """How many samples the step has on each rank; none where the batches are not ours."""
         sampler = getattr(state.dataloader, "batch_sampler", None)
         if not isinstance(sampler, TokenBudgetSampler):
-            return
+            return []
         if self._epoch != sampler.epoch:
             self._epoch = sampler.epoch
             self._samples = [[len(share) for share in batch] for batch in sampler.batches()]
-        samples = self._samples[int(state.timestamp.batch_in_epoch)]
+        return self._samples[int(state.timestamp.batch_in_epoch)]
+
+    def _weigh(self, state: State) -> None:
+        samples, sampler = self._samples_of_step(state), getattr(state.dataloader, "batch_sampler", None)
+        if not samples:
+            return
         labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
         if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
             # A mean over tokens, which ranks hold equally many of; Composer weighs ranks by their samples.
             factor = sum(samples) / len(samples) / samples[sampler.rank]
         else:
             factor = sum(samples) * sampler.steps / len(sampler.lengths)
-        losses = state.loss.values() if isinstance(state.loss, Mapping) else [state.loss]
-        for loss in losses if not isinstance(state.loss, tuple | list) else state.loss:
+        losses = state.loss if isinstance(state.loss, tuple | list) else [state.loss]
+        if isinstance(
+            state.loss, Mapping
+        ):  # where there is a total, Composer's backward begins there and goes through all
+            losses = [state.loss["total"]] if "total" in state.loss else state.loss.values()
+        for loss in losses:
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.register_hook(lambda gradient: gradient * factor)  # the logged loss stays the batch's mean

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
-from composer.models import HuggingFaceModel
+from composer.models import ComposerModel, HuggingFaceModel
 from small import bert_config
 from test_length_grouped_batches import Indexed, train
 from torch.utils.data import DataLoader
+from transformers import BertForSequenceClassification
 
 from composer_speedups import TokenBudgetBatches, apply_token_budget_batches
 from composer_speedups.batching import TokenBudgetSampler, sample_lengths
@@ -69,6 +71,61 @@ def test_every_sample_weighs_the_same(make_trainer, weighting: str, microbatch: 
     # float64 throughout but for Composer's float32 accumulator of the loss, through which the gradient 1.0 passes,
     # and its factor of a microbatch: a few times 6e-8. Batches weighed alike are off by percents.
     assert worst < 1e-6 if weighting == "sample" else worst > 1e-2
+
+
+class Losses(ComposerModel):
+    """The same training, with the loss told in one way or another, or with batches as tuples."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.model, self.told, self.sizes = BertForSequenceClassification(bert_config()), told, []
+
+    def forward(self, batch):
+        names = ("input_ids", "attention_mask", "labels")
+        batch = dict(zip(names, batch, strict=True)) if isinstance(batch, tuple) else batch
+        self.sizes.append(len(batch["labels"]))
+        return self.model(**batch).loss
+
+    def loss(self, outputs, batch):
+        parts = {"a": outputs * 0.25, "b": outputs * 0.75}
+        total = parts | {"total": parts["a"] + parts["b"]}
+        return {"one": outputs, "parts": parts, "total": total, "tuple": tuple(parts.values())}[self.told]
+
+
+def as_tuples(samples):
+    return tuple(torch.stack([sample[k] for sample in samples]) for k in ("input_ids", "attention_mask", "labels"))
+
+
+def train_losses(make_trainer, told: str, **options) -> tuple[Losses, Any]:
+    model = Losses(told)
+    collate = as_tuples if told == "one" and options.pop("tuples", False) else None
+    loader = DataLoader(Indexed(), batch_size=8, shuffle=True, collate_fn=collate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make_trainer(
+        [TokenBudgetBatches()], model=model, optimizer=optimizer, train_dataloader=loader, max_duration="4ba", **options
+    )
+    trainer.fit()
+    return model, trainer
+
+
+@pytest.mark.parametrize("told", ["parts", "total", "tuple"])
+def test_a_loss_told_in_parts_is_weighed_once(make_trainer, told: str) -> None:
+    found, expected = (train_losses(make_trainer, name)[0].state_dict() for name in (told, "one"))
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_batches_as_tuples_stay_whole_and_a_later_fit_may_ask_for_microbatches(make_trainer) -> None:
+    model, trainer = train_losses(make_trainer, "one", tuples=True)
+    assert len(model.sizes) == 4 and len(set(model.sizes)) > 1 and trainer.state.device_train_microbatch_size == 8
+    model.sizes.clear()
+    trainer.fit(duration="4ba", device_train_microbatch_size=2)
+    assert max(model.sizes) == 2 and len(model.sizes) > 8 and trainer.state.device_train_microbatch_size == 2
+    model.sizes.clear()
+    loader = DataLoader(Indexed(), batch_size=8, shuffle=True, collate_fn=as_tuples)
+    trainer.fit(train_dataloader=loader, duration="4ba", device_train_microbatch_size=8, reset_time=True)
+    assert len(model.sizes) == 4, "another loader, whole batches again"
 
 
 def weights_of_samples(algorithm: TokenBudgetBatches, ranks: int, token_labels: bool) -> list[list[list[float]]]:
