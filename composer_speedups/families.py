@@ -26,6 +26,7 @@ __all__ = [
     "positions",
     "reads_first",
     "stack_of",
+    "takes_first",
 ]
 
 # By `config.model_type`: embeddings, then `encoder.layer`, each with `attention.self`, `attention.output`, ...
@@ -100,6 +101,29 @@ def has_head(model: torch.nn.Module | None, kinds: tuple[str, ...]) -> bool:
     return type(model).__name__.endswith(kinds)
 
 
+def takes_first(reader: torch.nn.Module | None) -> bool:
+    """Whether `reader`, a pooler or head that is given the tokens of each row, takes the first and no other.
+
+    All of transformers' do; one of your own may take their mean, under whatever name. None: nobody is given them.
+
+    >>> from transformers.models.bert.modeling_bert import BertConfig, BertPooler
+    >>> takes_first(BertPooler(BertConfig(hidden_size=8, num_attention_heads=2))), takes_first(torch.nn.Linear(8, 8))
+    (True, False)
+    """
+    reader = getattr(reader, "original_module", reader)  # PEFT's, which trains a copy of it
+    return reader is None or (type(reader).__module__.startswith("transformers.") and "forward" not in vars(reader))
+
+
+def _reader_of(owner: torch.nn.Module) -> torch.nn.Module | None:
+    """The module which the classifier `owner` gives the tokens of each row; None if it takes the first itself."""
+    for module in (getattr(owner.base_model, "pooler", None), getattr(owner, "pooler", None)):
+        if module is not None:
+            return module
+    if owner.config.model_type in (*DISTILBERT, *MODERNBERT):
+        return None
+    return getattr(owner, "sequence_summary", None) or getattr(owner, "classifier", None)
+
+
 def reads_first(owner: torch.nn.Module | None) -> bool:
     """Whether `owner` is a whole model whose head reads each row's first token, and no other.
 
@@ -112,5 +136,7 @@ def reads_first(owner: torch.nn.Module | None) -> bool:
     modern = getattr(config, "model_type", None) in MODERNBERT
     if not has_head(owner, READ_FIRST) or (modern and has_head(owner, ("ForMultipleChoice",))):
         return False  # that one reads the first token that is real
+    if not takes_first(_reader_of(owner)):
+        return False
     # ELECTRA's multiple choice may take a mean, and so may ModernBERT's classifiers.
     return getattr(config, "summary_type", "first") == "first" and getattr(config, "classifier_pooling", "cls") == "cls"

@@ -206,6 +206,8 @@ def stock_forward(model: torch.nn.Module) -> bool:
     >>> stock_forward(BertForSequenceClassification(config)), stock_forward(Mine(config))
     (True, False)
     """
+    if "forward" in vars(model):  # as Composer's Alibi does it, and Accelerate
+        return False
     written = next(cls for cls in stock_class(type(model)).__mro__ if "forward" in vars(cls))
     return written.__module__.startswith("transformers.")
 

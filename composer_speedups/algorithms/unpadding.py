@@ -12,6 +12,8 @@ Totals are filled up to a multiple of 64 with padding that nobody reads: oneDNN 
 **Numerics.** Attention over a sequence without its padding is the same sum in another order: outputs and all
 gradients equal the padded model's to rounding. Padding gets zeros for hidden states and logits, and no gradient.
 Attention dropout drops with a multiple of 1/65536 on the CPU; masks differ from the padded model's, as with any kernel.
+One loss is another: question answering takes its softmax over padding, too, in transformers, where the logits are the
+head's bias here; answers are the same. There are no second derivatives (gradient penalties).
 
 **When it pays.** The more padding, the more: about in proportion to it. On the CPU it pays without padding, too:
 PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches` takes the same padding away less
@@ -28,13 +30,17 @@ CUDA, and where they are compiled, their attention alone is padded again. Masks 
 MPNet's and DeBERTa's, which count what lies between two tokens) or be on the left; only where a head reads the first
 position, and that is padding, the whole batch takes the stock forward pass. So do batches with `output_attentions`,
 `output_hidden_states`, head masks, `inputs_embeds` or masks that are not [rows, length], with a warning once for each
-reason. Question answering takes its softmax over padding, too, in transformers: there the logits are the head's bias.
-In a Trainer's `fit` and `eval` tokens are counted before the batch leaves the host; elsewhere, on CUDA, counting waits.
+reason. Embeddings and layers must be transformers' own: others may want rows. Hooks on them see packed tokens, [tokens,
+width]: what scales each token works, what mixes rows does not. Your own pooler is given rows again, with zeros at
+padding. In a Trainer's `fit` and `eval` tokens are counted before the batch leaves the host; elsewhere, on CUDA,
+counting waits.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from composer.core import Event, State
@@ -42,6 +48,7 @@ from composer.loggers import Logger
 
 from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.arguments import check_count
+from composer_speedups.errors import ConflictError
 from composer_speedups.families import (
     DEBERTA,
     DISTILBERT,
@@ -65,9 +72,11 @@ from composer_speedups.packed_modernbert import pack_modernbert, unpads_itself
 from composer_speedups.packed_mpnet import pack_mpnet
 from composer_speedups.packing import count_on_host, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import stock_forward
+from composer_speedups.surgery import hooked, stock_forward
 
 __all__ = ["Unpadding", "apply_unpadding"]
+
+log = logging.getLogger("composer_speedups")
 
 _PACK = {  # by family; all others as BERT
     **dict.fromkeys(DEBERTA, pack_deberta),
@@ -116,7 +125,15 @@ class Unpadding(SpeedUp):
 
     stage = Stage.ATTENTION
     slot = "attention"
-    events = frozenset({Event.BATCH_START, Event.EVAL_BATCH_START, Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD})
+    events = frozenset(
+        {
+            Event.FIT_START,
+            Event.BATCH_START,
+            Event.EVAL_BATCH_START,
+            Event.BEFORE_FORWARD,
+            Event.EVAL_BEFORE_FORWARD,
+        }
+    )
 
     def __init__(self, multiple_of: int = 64) -> None:
         self.multiple_of = check_count("multiple_of", multiple_of)
@@ -127,9 +144,15 @@ class Unpadding(SpeedUp):
         count = apply_unpadding(state.model, self.multiple_of)
         nothing = nothing or [f"no encoder of {', '.join(UNPADDABLE)} in the model"]
         self.report(logger, count, "; ".join(nothing), counted_on_host=False)
+        if heard := sorted({type(m).__name__ for m in _packed_parts(state.model) if hooked(m)}):
+            log.warning("hooks on %s see packed tokens, [tokens, width], and no rows", ", ".join(heard))
+        if any(has_head(m, ("ForQuestionAnswering",)) for m in state.model.modules()):
+            log.warning("losses of question answering are not those of the padded model: see the card's Numerics")
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event in (Event.BATCH_START, Event.EVAL_BATCH_START):
+        if event is Event.FIT_START:
+            _refuse_replaced(state.model)
+        elif event in (Event.BATCH_START, Event.EVAL_BATCH_START):
             count_on_host(state.batch)  # the whole batch, before Composer sends its microbatches to the device
         elif hand_over(state.batch) and event is Event.BEFORE_FORWARD:
             self.evidence["counted_on_host"] = True
@@ -148,6 +171,24 @@ def _kernel(state: State) -> str:
             dtype = low_precision_of(state) or around
             return module.kernel(torch.empty(1, 1, module.attention_head_size, device=weight.device, dtype=dtype))
     return "none"
+
+
+def _packed_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What is called with packed tokens: embeddings, layers and their attention."""
+    parts = []
+    for encoder in [m for m in model.modules() if isinstance(m, PackedEncoder)]:
+        layers = list(layers_of(stack_of(encoder)) or ())
+        parts += [encoder.embeddings, *layers, *filter(None, map(attention_of, layers))]
+    return parts
+
+
+def _refuse_replaced(model: torch.nn.Module) -> None:
+    for part in _packed_parts(model):
+        if "forward" in vars(part):
+            raise ConflictError(
+                f"the forward of {type(part).__name__} was replaced after Unpadding had packed the model (Composer's "
+                "Alibi does so), by one that knows no packed tokens. Keep one of them"
+            )
 
 
 def _owners(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
@@ -170,9 +211,11 @@ def _why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | No
         return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
     if has_head(owner, ("ForMultipleChoice",)) and getattr(config, "summary_type", "first") != "first":
         return f"summary_type={config.summary_type!r} reads padding, too"
-    parts = [module, stack_of(module), *(attention_of(layer) for layer in layers_of(stack_of(module)))]
-    if not all(part is not None and stock_forward(part) for part in parts):
-        return "the encoder, or its attention, has a forward of its own, not transformers'"
+    layers = [getattr(layer, "_orig_mod", layer) for layer in layers_of(stack_of(module))]  # as torch.compile wraps it
+    parts = [module, module.embeddings, stack_of(module), *layers, *map(attention_of, layers)]
+    own = [type(part).__name__ for part in parts if part is None or not stock_forward(part)]
+    if own:
+        return f"{own[0]} has a forward of its own, not transformers', and may want rows and padding"
     if config.model_type in MODERNBERT and unpads_itself(module):
         return "ModernBERT with flash_attention_2 unpads itself in this version of transformers"
     if config.model_type in DEBERTA and (module.encoder.conv is not None or module.z_steps > 1):

@@ -228,6 +228,40 @@ class LargerForSequenceClassification(transformers.BertForSequenceClassification
         self.classifier = torch.nn.Sequential(torch.nn.Linear(config.hidden_size, 9), torch.nn.Linear(9, 3))
 
 
+class MeanHead(torch.nn.Module):
+    """A pooler or a head of one's own: it reads every token, whatever the model's class says."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(32, outputs)
+
+    def forward(self, hidden: torch.Tensor, **_: object) -> torch.Tensor:
+        return self.dense(hidden.mean(1))
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "Electra", "MPNet", "DebertaV2"])
+@pytest.mark.parametrize("when", ["before", "after", "instance"])
+def test_a_head_of_ones_own_reads_every_token(family: str, when: str) -> None:
+    stock = make(family)
+    outputs = 32 if family in ("Bert", "DebertaV2") else 3
+    owner, name = (stock.bert, "pooler") if family == "Bert" else (stock, "classifier")
+    owner, name = (stock, "pooler") if family == "DebertaV2" else (owner, name)
+    fast = copy.deepcopy(stock)
+    other = fast.bert if owner is not stock else fast
+    if when == "after":
+        assert apply_last_layer_subset(fast) == 1
+    for place in (owner, other):
+        torch.manual_seed(5)
+        own = MeanHead(outputs).double()
+        if when == "instance":
+            getattr(place, name).forward = own.forward
+        else:
+            setattr(place, name, own)
+    assert apply_last_layer_subset(fast) == 0
+    inputs = batch(padding_id=PADDING[family])
+    torch.testing.assert_close(fast(**inputs).logits, stock(**inputs).logits, rtol=1e-9, atol=1e-9)
+
+
 def test_a_forward_of_ones_own_is_left_alone() -> None:
     config = make().config
     assert apply_last_layer_subset(MeanPoolForSequenceClassification(config)) == 0

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from composer.algorithms import SeqLengthWarmup
+from composer.algorithms import Alibi, SeqLengthWarmup
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
 from small import Doubled, checkpoint_blocks, config_of, stock_checkpointing
@@ -28,6 +30,7 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms import unpadding
 from composer_speedups.errors import ConflictError
+from composer_speedups.families import layers_of, stack_of
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels import disentangled, distance_bias, fused_attention
 from composer_speedups.kernels.disentangled import in_c
@@ -35,6 +38,16 @@ from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over, tie_counts
 
 ROWS, LENGTH = 6, 16
+
+
+def unpadding_of(model: torch.nn.Module) -> Unpadding:
+    """The algorithm, installed in a Trainer's state of `model`."""
+    algorithm = Unpadding()
+    state = SimpleNamespace(model=model)
+    algorithm.install(state, SimpleNamespace(log_hyperparameters=lambda _: None))
+    return algorithm
+
+
 FAMILIES = {  # and their padding ids
     "Bert": 0,
     "Roberta": 1,
@@ -546,19 +559,56 @@ def test_more_tokens_than_positions_is_an_error_on_the_host(family: str) -> None
         assert not isinstance(found.value, IndexError)
 
 
-@pytest.mark.parametrize("part", ["encoder", "attention"])
+@pytest.mark.parametrize("way", ["class", "instance"])  # a class of its own, or as Composer's Alibi does it
+@pytest.mark.parametrize("part", ["encoder", "attention", "layer", "embeddings"])
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "DebertaV2"])
-def test_a_forward_of_ones_own_is_left_alone(family: str, part: str) -> None:
+def test_a_forward_of_ones_own_is_left_alone(family: str, part: str, way: str) -> None:
     stock, head = make(family, "ForTokenClassification"), "ForTokenClassification"
     attention = dict.fromkeys(("Bert", "DebertaV2"), "encoder.layer.1.attention.self")
     attention["DistilBert"] = "transformer.layer.1.attention"
     module = stock.base_model
     if part == "attention":
         module = module.get_submodule(attention.get(family, "layers.1.attn"))
-    module.__class__ = type(type(module).__name__, (Doubled, type(module)), {})
+    elif part == "layer":
+        module = layers_of(stack_of(module))[1]
+    elif part == "embeddings":
+        module = module.embeddings
+    place = next(name for name, m in stock.named_modules() if m is module)
+    if way == "class":
+        module.__class__ = type(type(module).__name__, (Doubled, type(module)), {})
     fast = copy.deepcopy(stock)
+    if way == "instance":
+        there = fast.get_submodule(place)
+        there.forward = functools.partial(there.forward)
     assert apply_unpadding(fast) == 0
     compare(stock, fast, head, batch(head))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_composers_alibi_is_refused_in_any_order(order: str, make_trainer) -> None:
+    """It replaces the attention's forward on the object itself."""
+    model = HuggingFaceModel(transformers.BertForTokenClassification(make(num_labels=2).config), use_logits=True)
+    samples = [batch("ForTokenClassification")]
+    samples = [{key: value[i % ROWS] for key, value in samples[0].items()} for i in range(8)]
+    algorithms = [Alibi(40), Unpadding()]
+    trainer = functools.partial(
+        make_trainer, model=model, train_dataloader=torch.utils.data.DataLoader(samples, batch_size=4)
+    )
+    if order == "before":
+        with pytest.warns(NoEffectWarning, match="BertSdpaSelfAttention has a forward of its own|SelfAttention has a"):
+            trainer(algorithms).fit()
+    else:
+        made = trainer(algorithms[::-1])
+        with pytest.raises(ConflictError, match="Composer's Alibi"):
+            made.fit()
+
+
+def test_says_what_hooks_see(caplog) -> None:
+    model = make()
+    model.bert.encoder.layer[0].register_forward_hook(lambda *_: None)
+    caplog.set_level(logging.WARNING, "composer_speedups")
+    unpadding_of(model)
+    assert "hooks on BertLayer see packed tokens" in caplog.text
 
 
 def test_must_come_before_the_head_on_masked_tokens() -> None:
