@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from composer_speedups.compat import MPNET_AFTER_MASK, layer_result
 from composer_speedups.families import DEBERTA, DISTILBERT, MODERNBERT, MPNET
+from composer_speedups.first_request import with_request
 from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
 from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.varlen_attention import varlen_attention
@@ -39,17 +40,21 @@ def first_of(family: str) -> type[FirstOnly]:
 class FirstOnly:
     """Mixed into a layer: [rows, length, width] -> [rows, 1, width], or packed, [total, width] -> [rows, width]."""
 
-    first_only = False
     masks_are_rows = False  # whether a mask of [rows, length] says which tokens are real
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **with_request(self, kwargs))
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, first_only: bool = False, **kwargs: Any
+    ):
         extras = (*args, *map(kwargs.get, _EXTRAS))
         mask = attention_mask
-        if self.first_only and self.masks_are_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        if first_only and self.masks_are_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             least = torch.finfo(hidden_states.dtype).min
             mask = hidden_states.new_zeros(mask.shape).masked_fill(mask == 0, least)[:, None, None]
         known = mask is None or isinstance(mask, Packing) or (isinstance(mask, torch.Tensor) and mask.dim() == 4)
-        if not self.first_only or not known or any(extra is not None and extra is not False for extra in extras):
+        if not first_only or not known or any(extra is not None and extra is not False for extra in extras):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         first = mask.first(hidden_states) if isinstance(mask, Packing) else hidden_states[:, :1]
         return self.result(self.compute_first(first, hidden_states, mask, kwargs))
@@ -91,7 +96,7 @@ class _FirstOfBert(FirstOnly):
 class _FirstOfDeberta(_FirstOfBert):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask, query_states=None, relative_pos=None, rel_embeddings=None,
-        output_attentions: bool = False,
+        output_attentions: bool = False, first_only: bool = False,
     ):  # fmt: skip
         return super().forward(
             hidden_states,
@@ -100,6 +105,7 @@ class _FirstOfDeberta(_FirstOfBert):
             relative_pos=relative_pos,
             rel_embeddings=rel_embeddings,
             output_attentions=output_attentions,
+            first_only=first_only,
         )
 
     @staticmethod

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.families import layers_of
+from composer_speedups.first_request import asked_for_first
 from composer_speedups.packing import Packing
 from composer_speedups.recording import Memory, Recorded
 from composer_speedups.surgery import hooked
@@ -222,7 +223,7 @@ def _key(stack: torch.nn.Module, positional: int, names: tuple[str, ...], values
     low = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     config = getattr(stack, "config", None)
     asked = [getattr(config, name, None) for name in ("output_hidden_states", "output_attentions")]
-    around = *low, torch.are_deterministic_algorithms_enabled(), getattr(stack, "asked_for_first", None), *asked
+    around = *low, torch.are_deterministic_algorithms_enabled(), asked_for_first(layers_of(stack)[-1]), *asked
     return positional, names, which, tuple(arguments), around
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
+from composer_speedups.first_request import asked_for_first
 from composer_speedups.packed_encoder import PACKED, PackedAttention, PackedEncoder, for_compiled
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
@@ -51,7 +52,7 @@ class PackedBert(PackedEncoder):
             hidden = self.embeddings_project(hidden)
         hidden = self.encoder(for_compiled(hidden, self.encoder.layer), attention_mask=packing)[0]
         pooler = getattr(self, "pooler", None)
-        if getattr(self.encoder, "asked_for_first", False):  # by LastLayerSubset
+        if asked_for_first(self.encoder.layer[-1]):
             first, padded = hidden, hidden[:, None]
         else:
             first, padded = None if pooler is None else packing.first(hidden), self.padded(hidden, packing)

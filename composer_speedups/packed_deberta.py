@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
+from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.disentangled import Places, disentangled_attention, in_c
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packed_bert import pack_masked_head
-from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, first_only_as_asked, for_compiled
+from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, for_compiled
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
 
@@ -55,7 +56,7 @@ class _Encoder(PackedEncoder):
             positions = packing.pack(known)[None]
         hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=positions).squeeze(0)
         hidden = self.encoder(for_compiled(hidden, self.encoder.layer), packing).last_hidden_state
-        first = getattr(self.encoder, "asked_for_first", False)  # by LastLayerSubset
+        first = asked_for_first(self.encoder.layer[-1])
         out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
         return self.returned(out, kwargs.get("return_dict"))
 
@@ -68,10 +69,9 @@ class _Stack:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         hidden, packing, distances = hidden_states, attention_mask, self.get_rel_embedding()
         places = None if distances is None else places_of(self, packing.lengths.longest, hidden.device)
-        with first_only_as_asked(self):
-            for layer in self.layer:
-                # By their order: reentrant checkpointing gives no gradient to what comes by name.
-                hidden = layer(hidden, packing, None, places, distances)[0]
+        for layer in self.layer:
+            # By their order: reentrant checkpointing gives no gradient to what comes by name.
+            hidden = layer(hidden, packing, None, places, distances)[0]
         return BaseModelOutput(last_hidden_state=hidden)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from composer_speedups.first_request import asked_for_first
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, for_compiled
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
@@ -43,7 +44,7 @@ class _Encoder(PackedEncoder):
         positions = packing.pack(self.positions_of(input_ids))
         hidden = self.embeddings(packing.pack(input_ids), packed_positions=positions)
         hidden = self.transformer(for_compiled(hidden, self.transformer.layer), packing, **self.packed_arguments)[0]
-        first = getattr(self.transformer, "asked_for_first", False)  # by LastLayerSubset
+        first = asked_for_first(self.transformer.layer[-1])
         out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
         return self.returned(out, kwargs.get("return_dict"))
 

@@ -7,15 +7,12 @@ Each family's own part is beside this: `packed_bert.py`, `packed_distilbert.py`,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
-from composer_speedups.families import layers_of
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
@@ -26,7 +23,6 @@ __all__ = [
     "PackedAttention",
     "PackedEncoder",
     "compiled",
-    "first_only_as_asked",
     "for_compiled",
     "say_once",
 ]
@@ -99,24 +95,6 @@ class PackedAttention:
         """[total, width] -> queries, keys and values, [total, heads, width of a head] each."""
         projected = joint_linear(self.projections(), hidden_states)
         return tuple(x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
-
-
-@contextmanager
-def first_only_as_asked(stack: torch.nn.Module) -> Iterator[bool]:
-    """While `stack` runs its layers: whether the last one computes each row's first token only, by `LastLayerSubset`.
-
-    It does if the classifier asks for it, and on nobody else's behalf.
-    """
-    last, asked = layers_of(stack)[-1], getattr(stack, "asked_for_first", None)
-    if not hasattr(last, "first_only"):
-        yield False
-        return
-    before, last.first_only = last.first_only, bool(asked)
-    try:
-        yield bool(asked)
-    finally:  # what the classifier asked for holds when its call is over: checkpointing runs the layer again
-        if asked is None:
-            last.first_only = before
 
 
 def for_compiled(hidden: torch.Tensor, layers: torch.nn.ModuleList) -> torch.Tensor:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.rotary import rotary, serves
 from composer_speedups.kernels.varlen_attention import varlen_attention
-from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, first_only_as_asked, for_compiled
+from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, for_compiled
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
 
@@ -74,9 +75,8 @@ class _Encoder(PackedEncoder):
         hidden = for_compiled(self.embeddings(input_ids=packing.pack(input_ids)), self.layers)
         positions = torch.arange(packing.length, device=hidden.device)[None] if position_ids is None else position_ids
         rotations = self.rotations(hidden, positions, packing)
-        with first_only_as_asked(self) as first:
-            hidden = self.run_layers(hidden, packing, rotations)
-        hidden = self.final_norm(hidden)
+        hidden = self.final_norm(self.run_layers(hidden, packing, rotations))
+        first = asked_for_first(self.layers[-1])
         out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
         return self.returned(out, kwargs.get("return_dict"))
 

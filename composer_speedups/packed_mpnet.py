@@ -16,11 +16,12 @@ from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from transformers.utils import ModelOutput
 
 from composer_speedups.compat import MPNET_AFTER_MASK
+from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.disentangled import Places, in_c
 from composer_speedups.kernels.distance_bias import distance_biased_attention, padded_bias
 from composer_speedups.kernels.tensors import compute_dtype
 from composer_speedups.packed_bert import PackedBert, pack_masked_head
-from composer_speedups.packed_encoder import PackedAttention, compiled, first_only_as_asked
+from composer_speedups.packed_encoder import PackedAttention, compiled
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
 
@@ -72,11 +73,10 @@ class _Stack:
         buckets = torch.arange(_BUCKETS, device=hidden_states.device)
         hidden, table = hidden_states, self.relative_attention_bias(buckets).t()
         bias = self.bias_for_all(hidden, table, attention_mask)
-        with first_only_as_asked(self) as first_only:
-            for number, layer in enumerate(self.layer, 1):
-                position_bias = table if first_only and number == len(self.layer) else bias
-                # By their order: reentrant checkpointing gives no gradient to what comes by name.
-                hidden = layer(hidden, attention_mask, *[None] * _AT, position_bias)[0]
+        for layer in self.layer:
+            position_bias = table if asked_for_first(layer) else bias
+            # By their order: reentrant checkpointing gives no gradient to what comes by name.
+            hidden = layer(hidden, attention_mask, *[None] * _AT, position_bias)[0]
         return BaseModelOutput(last_hidden_state=hidden)
 
     def bias_for_all(self, hidden: torch.Tensor, table: torch.Tensor, packing: Packing) -> torch.Tensor:

@@ -188,7 +188,8 @@ class _FusedLayer:
         ffn = self.ffn
         heard = any(map(hooked, (self.sa_layer_norm, self.output_layer_norm, ffn, ffn.dropout)))
         weights = kwargs.get("output_attentions") or any(argument is True for argument in args)
-        if heard or weights or not args or not plain(args[0]) or ffn.chunk_size_feed_forward:
+        first = "first_only" in kwargs  # asked by LastLayerSubset, which may lie beneath
+        if first or heard or weights or not args or not plain(args[0]) or ffn.chunk_size_feed_forward:
             return super().forward(*args, **kwargs)
         attended = _end(distilbert_attention(self, *args, **kwargs), None, args[0], self.sa_layer_norm)
         by_kernel = getattr(ffn, "activated", None)  # of FusedBiasGELU

@@ -39,6 +39,7 @@ from transformers.cache_utils import Cache
 from composer_speedups.arguments import check_count
 from composer_speedups.compat import own_checkpointing
 from composer_speedups.errors import ConflictError
+from composer_speedups.first_request import with_request
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import mix_in, repeated_blocks
 
@@ -113,7 +114,7 @@ class _Checkpointed:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().__call__
+        call, kwargs = super().__call__, with_request(self, kwargs)  # in backward nobody asks any more
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):

@@ -13,8 +13,8 @@ width on keys and values: about ten twelfths of the last layer go.
 DistilBERT or DeBERTa-v2 and -v3, or a sequence classifier of ModernBERT that takes the first token and no mean, with
 transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM, token
 classification, question answering) and bare encoders have nothing to leave out: the report says so.
-`output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself (but not
-with gradient checkpointing and gradients); while the classifier runs, its `last_hidden_state` is [rows, 1, width]. With
+`output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself;
+while the classifier runs, its `last_hidden_state` is [rows, 1, width]. With
 a hook on the last layer's attention (Composer sets some to look for a microbatch size under FSDP) it is computed whole,
 too; hooks on what follows it see one token a row. Goes together with `Unpadding`.
 
@@ -39,7 +39,7 @@ from composer_speedups.families import (
     stack_of,
 )
 from composer_speedups.first_only import FirstOnly, first_of
-from composer_speedups.packed_encoder import first_only_as_asked
+from composer_speedups.first_request import ask
 from composer_speedups.packed_modernbert import window_of
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import mix_in, stock_forward
@@ -59,7 +59,6 @@ def apply_last_layer_subset(model: torch.nn.Module) -> int:
     owners = [(m, encoder) for m in model.modules() if (encoder := _encoder(m)) is not None]
     for owner, encoder in owners:
         mix_in(_Owner, owner)
-        mix_in(_Stack, encoder)
         mix_in(first_of(owner.config.model_type), layers_of(encoder)[-1])
     return len(owners)
 
@@ -109,27 +108,17 @@ _IDS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # a cl
 
 
 class _Owner:
-    """Mixed into a classifier: tells its encoder that the first tokens are enough, unless all were asked for."""
+    """Mixed into a classifier: asks its last layer for the first tokens, unless all are asked of itself."""
 
     def forward(self, *args: Any, **kwargs: Any):
         asked = (kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
         default = (self.config.output_hidden_states, self.config.output_attentions)
         whole = any(d if a is None else a for a, d in zip(asked, default, strict=True))
-        stack = stack_of(self.base_model)
-        last = layers_of(stack)[-1]  # another one if somebody has cut the model, or built a new one of its class
+        last = layers_of(stack_of(self.base_model))[-1]  # another one if somebody has cut the model, or built a new one
         whole |= not isinstance(last, FirstOnly) or last.must_be_whole() or not reads_first(self)
-        stack.asked_for_first = not whole and len(args) <= len(_IDS)  # any further one could be either of them
+        whole |= len(args) > len(_IDS)  # any further one could be either of them
+        before = ask(None if whole else last)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            stack.asked_for_first = None
-
-
-class _Stack:
-    """Mixed into the stack of layers: called on anybody's behalf but the classifier's, it computes all tokens."""
-
-    asked_for_first: bool | None = None  # by the classifier, while it runs
-
-    def forward(self, *args: Any, **kwargs: Any):
-        with first_only_as_asked(self):
-            return super().forward(*args, **kwargs)
+            ask(before)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +11,14 @@ import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from small import Doubled, checkpoint_blocks, config_of, stock_checkpointing
 
-from composer_speedups import LastLayerSubset, Unpadding, apply_last_layer_subset, apply_unpadding
+from composer_speedups import (
+    LastLayerSubset,
+    Unpadding,
+    apply_fused_dropout_add_norm,
+    apply_gradient_checkpointing,
+    apply_last_layer_subset,
+    apply_unpadding,
+)
 from composer_speedups import first_only as module
 from composer_speedups.families import attention_of, layers_of, stack_of
 from composer_speedups.joint_linear import joint_linear, part_of_linear
@@ -367,6 +377,179 @@ def test_the_encoder_may_be_called_while_the_classifier_waits_for_its_backward(
     loss.backward()
     for p, q in zip(stock.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+
+
+@EACH_KIND
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_encoder_trained_by_itself_computes_all_tokens_again_in_backward(reentrant: bool, family: str) -> None:
+    if (reentrant, family) == (True, "DebertaV2"):
+        pytest.skip("the stock model cannot: its layers are given distances by name")
+    stock, inputs = make(family).train(), batch()
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    checkpoint_blocks(fast, reentrant)
+    labels, mask = inputs.pop("labels"), inputs["attention_mask"][..., None]
+    expected, out = (model.base_model(**inputs).last_hidden_state * mask for model in (stock, fast))
+    fast(**inputs, labels=labels)  # a classifier's call in between
+    expected.sin().sum().backward()
+    out.sin().sum().backward()
+    for p, q in zip(stock.parameters(), fast.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+
+
+@EACH_KIND
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_nothing_of_a_call_is_left_in_the_model(unpadded: bool, family: str) -> None:
+    model, seen = make(family), []
+    apply_last_layer_subset(model)
+    if unpadded:
+        apply_unpadding(model)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    last = layers_of(stack_of(model.base_model))[-1]
+    last.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    copies = []
+    handle = last.register_forward_hook(lambda *_: copies.append(copy.deepcopy(model)))  # in the midst of it
+    model(**batch())
+    handle.remove()
+    args, kwargs = seen.pop()
+    assert kwargs.pop("first_only") and {name: set(vars(module)) for name, module in model.named_modules()} == before
+    for layer in (last, layers_of(stack_of(copies[0].base_model))[-1]):
+        out = layer(*args, **kwargs)
+        assert (out if isinstance(out, torch.Tensor) else out[0]).shape == args[0].shape
+
+
+def in_threads(*functions: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for act in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            act(thread)
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_threads_may_share_a_model(unpadded: bool) -> None:
+    """A classifier's calls and an encoder's, with batches of several shapes: nobody gets what another asked for."""
+    model = make().eval()
+    apply_last_layer_subset(model)
+    if unpadded:
+        apply_unpadding(model)
+    sizes, full = ((5, 16), (4, 12), (3, 9)), batch()
+    labels = full.pop("labels")
+    inputs = [{name: x[:rows, :length] for name, x in full.items()} for rows, length in sizes]
+    expected = [[part(**given)[0] for given in inputs] for part in (model, model.bert)]
+
+    def ask(number: int, part: int) -> None:
+        with torch.no_grad():
+            for _ in range(40):
+                out = (model, model.bert)[part](**inputs[number])[0]
+                torch.testing.assert_close(out, expected[part][number].detach(), rtol=1e-10, atol=1e-10)
+
+    def train() -> None:
+        apart = copy.deepcopy(model)  # gradients are one for all threads
+        for _ in range(10):
+            apart(**inputs[1], labels=labels[:4]).loss.backward()
+
+    often, before = 1e-5, sys.getswitchinterval()
+    sys.setswitchinterval(often)
+    try:
+        in_threads(train, *(lambda n=n, part=part: ask(n, part) for n in range(3) for part in (0, 1)))
+    finally:
+        sys.setswitchinterval(before)
+
+
+@EACH_KIND
+@pytest.mark.parametrize("order", ["checkpointing first", "subset first", "stock"])
+def test_backward_in_another_thread_computes_again_what_was_asked(order: str, family: str) -> None:
+    stock, inputs = make(family).train(), batch()
+    if order == "stock" and not stock.supports_gradient_checkpointing:
+        pytest.skip("transformers has no gradient checkpointing for this family")
+    fast = copy.deepcopy(stock)
+    if order == "checkpointing first":
+        assert apply_gradient_checkpointing(fast) > 0
+    apply_last_layer_subset(fast)
+    if order == "subset first":
+        assert apply_gradient_checkpointing(fast) > 0
+    elif order == "stock":
+        stock_checkpointing(fast)
+    expected, loss = stock(**inputs).loss, fast(**inputs).loss
+    in_threads(expected.backward)
+    in_threads(loss.backward)
+    for p, q in zip(stock.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("other", ["the same encoder", "another", "another's classifier"])
+def test_a_model_that_is_called_while_a_classifier_runs(other: str) -> None:
+    """As a teacher in a hook: it is not asked for what the classifier is, nor is the classifier's request forgotten."""
+    stock, inputs = make(), batch()
+    fast, shapes = copy.deepcopy(stock), []
+    apply_last_layer_subset(fast)
+    teacher = copy.deepcopy(fast)
+    called = {"the same encoder": fast.bert, "another": teacher.bert, "another's classifier": teacher}[other]
+    given = {name: x for name, x in inputs.items() if name != "labels"}
+    seen: list[int] = []
+
+    def look(*_: object) -> None:
+        if not shapes:
+            shapes.append(None)
+            shapes[0] = called(**given)[0].shape
+
+    fast.bert.encoder.layer[0].register_forward_hook(look)
+    last = fast.bert.encoder.layer[-1].output.dense
+    last.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[1]))
+    compare(stock, fast, inputs)
+    asked = {"the same encoder": (5, 1, 32), "another": (5, 16, 32), "another's classifier": (5, 3)}[other]
+    assert tuple(shapes[0]) == asked and set(seen) == {1}
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_blocks_that_end_in_a_kernel_may_be_made_later(unpadded: bool) -> None:
+    """Of DistilBERT they are whole layers: what lies over the last one must know what it is asked for."""
+    stock, seen = make("DistilBert").eval(), []
+    fast, inputs = copy.deepcopy(stock), batch()
+    apply_last_layer_subset(fast)
+    if unpadded:
+        apply_unpadding(fast, multiple_of=1)
+    assert apply_fused_dropout_add_norm(fast) > 0
+    last = fast.distilbert.transformer.layer[-1].ffn.lin2
+    last.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+    torch.testing.assert_close(fast(**inputs).logits, stock(**inputs).logits, rtol=1e-10, atol=1e-10)
+    assert seen == [5]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_without_breaks_for_whoever_asks(threads: int) -> None:
+    from torch._dynamo.utils import counters
+
+    stock, inputs = make(), batch()
+    fast = copy.deepcopy(stock)
+    apply_last_layer_subset(fast)
+    fast.compile(backend="aot_eager", fullgraph=True)
+    encoder = torch.compile(fast.bert.forward, backend="aot_eager", fullgraph=True)
+    ids = inputs["input_ids"]
+    counters.clear()
+
+    def call() -> None:
+        for _ in range(2):
+            torch.testing.assert_close(fast(**inputs).logits, stock(**inputs).logits, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(encoder(ids)[0], stock.bert(ids)[0], rtol=1e-10, atol=1e-10)
+
+    for _ in range(threads):
+        in_threads(call)
+    call()
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
 
 
 def test_works_inside_a_trainer(make_trainer) -> None:

@@ -202,12 +202,12 @@ def test_mpnets_layer_takes_its_bias_by_name_and_by_place(unpadded: bool) -> Non
     else:
         mask, hidden, bias = None, torch.randn(2, 5, 32).double(), torch.randn(2, 4, 5, 5).double()
     layer = model.mpnet.encoder.layer[-1]
-    for layer.first_only in (True, False):
+    for first in (True, False):
         before = [None] * MPNET_AFTER_MASK.index("position_bias")
-        out = layer(hidden, mask, position_bias=bias)[0]
+        out = layer(hidden, mask, position_bias=bias, first_only=first)[0]
         for given in ((*before, bias), (*before, bias, False)):
-            assert torch.equal(layer(hidden, mask, *given)[0], out)
-        assert not torch.equal(layer(hidden, mask, position_bias=bias * 2)[0], out)
+            assert torch.equal(layer(hidden, mask, *given, first_only=first)[0], out)
+        assert not torch.equal(layer(hidden, mask, position_bias=bias * 2, first_only=first)[0], out)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "ModernBert"])  # which cannot on transformers 4.53
