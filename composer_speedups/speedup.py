@@ -24,6 +24,7 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+from composer_speedups.holds import WORK, Hold
 
 __all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination", "conflict"]
 
@@ -74,6 +75,7 @@ class SpeedUp(Algorithm):
     events: ClassVar[frozenset[Event]] = frozenset()
 
     _installed_in: weakref.ref[State] | None = None
+    _hold: Hold | None = None
 
     @classmethod
     def key(cls) -> str:
@@ -123,13 +125,27 @@ class SpeedUp(Algorithm):
         are. To be asked for at `Event.AFTER_LOAD`: before, Composer warns of callbacks that a checkpoint lacks."""
         state.callbacks.append(_AtClose(undo))
 
+    def keep(self, state: State, hold: Hold) -> None:
+        """Have `hold`, of a setting of the process, in force now and whenever this Trainer fits or evaluates.
+
+        It is undone after each, when the Trainer closes, and when it is dropped or cannot be made.
+        """
+        self._hold = hold
+        hold.hold_for(state)
+
     def match(self, event: Event, state: State) -> bool:
-        return event is Event.INIT or event in self.events
+        held = self._hold is not None and (event in WORK or event is Event.AFTER_LOAD)
+        return event is Event.INIT or held or event in self.events
 
     def apply(self, event: Event, state: State, logger: Logger) -> int | None:
         if event is Event.INIT:
             _install_all(self, state, logger)
-        else:
+            return None
+        if self._hold is not None:
+            if event is Event.AFTER_LOAD:
+                self.at_close(state, self._hold.restore)
+            self._hold.follow(event)
+        if event in self.events:
             self.on_event(event, state, logger)
         return None
 
@@ -214,5 +230,6 @@ def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
         name = re.escape(type(speedup).__qualname__)
         warnings.filterwarnings("ignore", message=f"{name} is not in the state_dict", category=UserWarning)
         speedup.evidence.clear()
+        speedup._hold = None
         speedup._installed_in = weakref.ref(state)
         speedup.install(state, logger)

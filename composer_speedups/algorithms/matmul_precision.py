@@ -24,21 +24,18 @@ Source: https://pytorch.org/docs/stable/generated/torch.set_float32_matmul_preci
 
 from __future__ import annotations
 
-import weakref
-
 import torch
-from composer.core import Event, State
+from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups import compat
 from composer_speedups.arguments import check_choice
+from composer_speedups.holds import Hold
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["MatmulPrecision", "PrecisionHold", "apply_matmul_precision"]
 
 PRECISIONS = ("highest", "high", "medium")
-STARTS = frozenset({Event.FIT_START, Event.EVAL_STANDALONE_START, Event.PREDICT_START})
-ENDS = frozenset({Event.FIT_END, Event.EVAL_STANDALONE_END, Event.PREDICT_END})
 
 
 def apply_matmul_precision(precision: str) -> PrecisionHold:
@@ -71,9 +68,6 @@ class MatmulPrecision(SpeedUp):
 
     stage = Stage.PRECISION
     slot = "matmul"
-    events = STARTS | ENDS | {Event.AFTER_LOAD}
-
-    _hold: PrecisionHold | None = None
 
     def __init__(self, precision: str) -> None:
         self.precision = check_choice("precision", precision, PRECISIONS)
@@ -95,11 +89,10 @@ class MatmulPrecision(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         before = compat.read_float32_precision()
-        self._hold = apply_matmul_precision(self.precision)
+        # Held again whenever it fits: another Trainer made meanwhile sets `allow_tf32=True`: "medium" becomes "high".
+        self.keep(state, PrecisionHold(self.precision))
         after, device = compat.read_float32_precision(), state.device._device
         already = _already_so(before, after, device)
-        # A Trainer that is dropped without being closed gives the setting back, too.
-        weakref.finalize(state, self._hold.restore).atexit = False
         self.report(
             logger,
             # All that are held, as what was so already is now kept so: a 0 would warn of every float32 baseline.
@@ -111,51 +104,21 @@ class MatmulPrecision(SpeedUp):
             relative_error=_relative_error(device),
         )
 
-    def on_event(self, event: Event, state: State, logger: Logger) -> None:
-        if self._hold is None:
-            return
-        if event is Event.AFTER_LOAD:
-            self.at_close(state, self._hold.restore)
-        elif event in STARTS:
-            # Again: another Trainer made meanwhile sets `allow_tf32=True`, which turns "medium" into "high".
-            self._hold.hold()
-        else:
-            self._hold.restore()
 
-
-class PrecisionHold:
-    """A precision that is in force until `restore`; several may overlap and end in any order."""
-
-    _in_force: list[PrecisionHold] = []  # of the process, as the setting is; the last one decides
+class PrecisionHold(Hold):
+    """A precision of float32 products, matmul and cuDNN."""
 
     def __init__(self, precision: str) -> None:
         self.precision = check_choice("precision", precision, PRECISIONS)
 
-    def hold(self) -> None:
-        """Put the setting in force, or in force again; what was there before is kept from the first time."""
-        if self not in self._in_force:
-            self._before = compat.read_float32_precision()
-            self._in_force.append(self)
+    def read(self) -> compat.Float32Precision:
+        return compat.read_float32_precision()
+
+    def make(self) -> None:
         compat.set_float32_precision(self.precision, cudnn_tf32=self.precision != "highest")
 
-    def restore(self) -> None:
-        """Undo it. A hold that began later stays in force, and will put back what this one found."""
-        if self not in self._in_force:
-            return
-        later = self._in_force[self._in_force.index(self) + 1 :]
-        self._in_force.remove(self)
-        if later:
-            later[0]._before = self._before
-            later[-1].hold()
-        else:
-            compat.write_float32_precision(self._before)
-
-    def __enter__(self) -> PrecisionHold:
-        self.hold()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.restore()
+    def write(self, before: compat.Float32Precision) -> None:
+        compat.write_float32_precision(before)
 
 
 def _already_so(

@@ -19,10 +19,11 @@ On a CPU, dropout leaves only the math kernel. The kernel that really ran in the
 evidence as `kernel`; for a compiled model, in the first batch that compiles nothing.
 
 **Needs.** A Hugging Face model whose family has SDPA in the installed transformers (4.53: not ELECTRA, MPNet,
-DeBERTa; relative position embeddings never). `backend` restricts PyTorch's choice, for the whole process from
-the Trainer's start to the end of `fit`: `"auto"` not at all; a call that `"flash"` (no padding masks on CUDA),
-`"efficient"` or `"cudnn"` cannot serve raises; `"math"` is the reference. Attention weights
-(`output_attentions=True`): 4.53 computes them eagerly, 5.x would return None; here it raises.
+DeBERTa; relative position embeddings never). `backend` restricts PyTorch's choice: `"auto"` not at all; a call that
+`"flash"` (no padding masks on CUDA), `"efficient"` or `"cudnn"` cannot serve raises; `"math"` is the reference. PyTorch
+has one choice for the whole process: a Trainer restricts it from its start, and again whenever it fits or evaluates;
+after each, and when the Trainer is closed or dropped, it is what it was. Attention weights (`output_attentions=True`):
+4.53 computes them eagerly, 5.x would return None; here it raises.
 
 Source: torch.nn.functional.scaled_dot_product_attention; FlashAttention, https://arxiv.org/abs/2205.14135.
 """
@@ -45,6 +46,7 @@ from composer_speedups.compat import (
     make_sdpa,
     why_no_sdpa,
 )
+from composer_speedups.holds import Hold
 from composer_speedups.kernels.attention_kernels import AttentionWatch
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -73,7 +75,7 @@ def apply_sdp_attention(model: torch.nn.Module, backend: str = "auto") -> int:
     (2, 0)
     """
     if check_choice("backend", backend, BACKENDS) != "auto":
-        _set_kernels(backend)
+        KernelHold(backend).make()
     eager = [(owner, layer) for owner, layer, how in _attention_layers(model) if how == "eager"]
     able = [(owner, layer) for owner, layer in eager if why_no_sdpa(owner, layer) is None]
     for _, layer in able:
@@ -97,13 +99,12 @@ class SDPAttention(SpeedUp):
 
     stage = Stage.ATTENTION
     slot = "attention"
-    events = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.FIT_END})
+    events = frozenset({Event.AFTER_LOAD, Event.BEFORE_FORWARD, Event.AFTER_FORWARD})
 
     def __init__(self, backend: str = "auto") -> None:
         self.backend = check_choice("backend", backend, BACKENDS)
         self._watch = AttentionWatch()
         self._tries = 0
-        self._flags: tuple[bool, ...] | None = None
 
     def unavailable(self, device: torch.device) -> str | None:
         if self.backend == "auto" or self.backend == "math":
@@ -121,13 +122,13 @@ class SDPAttention(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         self._watch, self._tries = AttentionWatch(), 0
-        if self._flags is None:
-            self._flags = enabled_kernels()
+        if self.backend != "auto":
+            self.keep(state, KernelHold(self.backend))
         layers = list(_attention_layers(state.model))
         already = sum(how == "sdpa" for _, _, how in layers)
         reasons = sorted({r for o, m, how in layers if how == "eager" and (r := why_no_sdpa(o, m))})
         others = sorted({str(how) for _, _, how in layers if how not in ("eager", "sdpa")})
-        count = apply_sdp_attention(state.model, self.backend)
+        count = apply_sdp_attention(state.model)
         if reasons:
             nothing = "; ".join(reasons)
         elif others:
@@ -151,20 +152,11 @@ class SDPAttention(SpeedUp):
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.AFTER_LOAD:
-            self.at_close(state, self._release)
-        elif event is Event.FIT_START and self.backend != "auto":
-            _set_kernels(self.backend)
+            self.at_close(state, self._watch.stop)
         elif event is Event.BEFORE_FORWARD and "kernel" not in self.evidence:
             self._look(state)
         elif event is Event.AFTER_FORWARD and self._watch.running:
             self._see(state, logger)
-        elif event is Event.FIT_END:
-            self._release()
-
-    def _release(self) -> None:
-        self._watch.stop()
-        if self.backend != "auto" and self._flags is not None:
-            enable_kernels(self._flags)
 
     def _look(self, state: State) -> None:
         self._watch.stop()  # running still if the last forward pass ran out of memory and is tried again
@@ -200,8 +192,20 @@ def _attention_layers(
             yield owner[id(module)], module, how
 
 
-def _set_kernels(backend: str) -> None:
-    enable_kernels(tuple(backend == name for name in BACKENDS[1:]))
+class KernelHold(Hold):
+    """The only attention kernel that the process may use."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def read(self) -> tuple[bool, ...]:
+        return enabled_kernels()
+
+    def make(self) -> None:
+        enable_kernels(tuple(self.backend == name for name in BACKENDS[1:]))
+
+    def write(self, before: tuple[bool, ...]) -> None:
+        enable_kernels(before)
 
 
 def enabled_kernels() -> tuple[bool, ...]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 
@@ -9,8 +10,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
+from composer.core import Callback
 from model_check import check_model, random_weights
-from small import padded_batch
+from small import BatchDataset, padded_batch
 
 from composer_speedups import SDPAttention, apply_sdp_attention
 from composer_speedups.algorithms import fused_layer_norm
@@ -321,6 +323,57 @@ def test_backend_holds_for_training_and_is_undone(make_trainer, tiny_bert) -> No
     assert algorithm.evidence["kernel"] == "math" and algorithm.evidence["changed"] == 2
     assert module.enabled_kernels() == before
     trainer.fit(duration="1ep")
+    assert module.enabled_kernels() == before
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first first", "second first"])
+@pytest.mark.parametrize("fitted", [True, False])
+def test_backends_of_two_trainers_are_both_undone(make_trainer, order: tuple[int, int], fitted: bool) -> None:
+    class Watch(Callback):
+        def after_forward(self, state, logger) -> None:
+            self.seen = module.enabled_kernels()
+
+    before, watches = module.enabled_kernels(), (Watch(), Watch())
+    trainers = [
+        make_trainer([SDPAttention(backend)], model=eager(), callbacks=[watch])
+        for backend, watch in zip(("math", "flash"), watches, strict=True)
+    ]
+    for i in order if fitted else ():
+        trainers[i].fit(duration="1ba")
+    assert not fitted or [w.seen for w in watches] == [(False, False, False, True), (True, False, False, False)]
+    for i in order:
+        trainers[i].close()
+    assert module.enabled_kernels() == before
+
+
+def test_backend_holds_for_evaluation_and_is_undone(make_trainer) -> None:
+    class Watch(Callback):
+        def eval_after_forward(self, state, logger) -> None:
+            self.seen = module.enabled_kernels()
+
+    before, watch = module.enabled_kernels(), Watch()
+    trainer = make_trainer([SDPAttention("math")], model=eager(), callbacks=[watch])
+    trainer.fit(duration="1ba")
+    trainer.eval(torch.utils.data.DataLoader(BatchDataset(8), batch_size=8))
+    assert watch.seen == (False, False, False, True) and module.enabled_kernels() == before
+
+
+def test_backend_is_undone_when_the_trainer_cannot_be_made_or_is_dropped(tmp_path) -> None:
+    from composer import Trainer
+    from composer.models import HuggingFaceModel
+
+    before = module.enabled_kernels()
+
+    def make(**kwargs):
+        Trainer(model=HuggingFaceModel(eager()), algorithms=[SDPAttention("math")], device="cpu", **kwargs)
+
+    with pytest.warns(UserWarning, match="No optimizer"), pytest.raises(Exception, match="nowhere"):
+        make(load_path=str(tmp_path / "nowhere.pt"))
+    gc.collect()
+    assert module.enabled_kernels() == before
+    with pytest.warns(UserWarning, match="No optimizer"):
+        make()
+    gc.collect()
     assert module.enabled_kernels() == before
 
 
