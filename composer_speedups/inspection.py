@@ -55,19 +55,27 @@ class MemoryProbe(Callback):
         self._most = -1
 
     def before_forward(self, state: State, logger: Logger) -> None:
+        self.stop()  # counting still if the last pass ran out of memory and is tried again
         if not self.kinds:
             self._saved = SavedForBackward(state.model).__enter__()
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        if self._saved is None:
-            return
-        self._saved.__exit__(None, None, None)
-        if self._saved.bytes > self._most:
-            self._most = self._saved.bytes
+        saved = self._saved
+        self.stop()
+        if saved is not None and saved.bytes > self._most:
+            self._most = saved.bytes
             mask = state.batch.get("attention_mask") if isinstance(state.batch, dict) else None
             if mask is not None:
                 self.rows, self.length = mask.sum(1).tolist(), mask.shape[1]
-        self._saved = None
+
+    def close(self, state: State, logger: Logger) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End counting, which an error in the forward pass or in the loss leaves on."""
+        if self._saved is not None:
+            self._saved.__exit__(None, None, None)
+            self._saved = None
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.kinds:
@@ -151,6 +159,7 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
         log.warning("where the time and memory of %s go cannot be told: %r", recipe.name, error, exc_info=True)
         result.warnings.append(f"where time and memory go cannot be told: {type(error).__name__}: {error}")
     finally:
+        probe.stop()
         profiler.stop()
         ran.stop()
         result.as_it_ran = ran.facts

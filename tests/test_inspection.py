@@ -98,3 +98,36 @@ def test_what_goes_wrong_there_costs_the_run_nothing(monkeypatch: pytest.MonkeyP
     result = run(tiny(), inspect=True)
     assert result.status == "ok" and result.memory and not result.memory_predicted
     assert any("cannot be told: RuntimeError: no shapes today" in warning for warning in result.warnings)
+
+
+def test_a_failed_step_leaves_nothing_counting(monkeypatch: pytest.MonkeyPatch):
+    model = torch.nn.Linear(2, 2)
+    probe, state = inspection.MemoryProbe(), SimpleNamespace(model=model, batch=None)
+    kept = []  # what it goes on counting
+
+    def count(self, tensor):
+        kept.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(inspection.SavedForBackward, "_pack", count)
+    for _ in range(2):  # a forward pass that ran out of memory is tried again
+        probe.before_forward(state, None)
+    assert torch.ones(9, requires_grad=True).exp().requires_grad and len(kept) == 1
+    probe.close(state, None)
+    torch.ones(9, requires_grad=True).exp()
+    assert len(kept) == 1
+
+
+def test_a_look_that_fails_stops_all_that_looks(monkeypatch: pytest.MonkeyPatch):
+    stopped = []
+    for watcher in (inspection.MemoryProbe, inspection.StepProfiler, inspection.AsItRan):
+        monkeypatch.setattr(watcher, "stop", lambda self: stopped.append(type(self).__name__))
+
+    def fail(*_: object, **__: object) -> None:
+        stopped.clear()
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(inspection, "_more_steps", fail)
+    result = run(tiny(), inspect=True)
+    assert any("out of luck" in warning for warning in result.warnings)
+    assert sorted(set(stopped)) == ["AsItRan", "MemoryProbe", "StepProfiler"]

@@ -166,7 +166,7 @@ class SDPAttention(SpeedUp):
         if self._tries == 1 and _is_compiled(state.model):
             return  # the first pass compiles, and the compiler runs kernels of its own
         self._graphs = _graphs_compiled()
-        self._watch.start()
+        self._watch.start(state.model)
 
     def _see(self, state: State, logger: Logger) -> None:
         kernels = self._watch.stop()

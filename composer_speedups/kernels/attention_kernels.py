@@ -2,8 +2,8 @@
 
 `scaled_dot_product_attention` chooses among its kernels anew on every call, by dtype, head size, mask, dropout
 and device. Asking it what it would choose repeats its rules; here the operators that PyTorch did execute are
-recorded instead, with its own profiler, for one forward pass. Nothing is patched and no hook is set, so
-compiled code is seen as it runs and no guard of it fails; outside that one pass it costs nothing.
+recorded instead, with its own profiler, for one forward pass. Nothing is patched and nothing compiled gets a hook,
+so compiled code is seen as it runs and no guard of it fails; outside that one pass it costs nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -37,30 +38,49 @@ class AttentionWatch:
     def __init__(self) -> None:
         self.kernels: tuple[str, ...] = ()
         self._profile: torch.autograd.profiler.profile | None = None
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     @property
     def running(self) -> bool:
-        return self._profile is not None
+        """Whether it was started, and not stopped yet."""
+        return self._profile is not None or self._hook is not None
 
-    def start(self) -> bool:
-        """Begin; False, and nothing happens, if the user's own profiler is at work: there can be only one."""
+    def start(self, model: torch.nn.Module | None = None) -> bool:
+        """Begin; False, and nothing happens, if the user's own profiler is at work: there can be only one.
+
+        Args:
+            model: whose next forward pass is to be seen. The profiler ends with it, also by an error, after which
+                nobody may come to call `stop`. A model that is compiled itself is left alone: a hook is part of its
+                code.
+        """
         if torch.autograd._profiler_enabled():
             return False
-        self._profile = torch.autograd.profiler.profile(use_kineto=False)
+        self.kernels, self._profile = (), torch.autograd.profiler.profile(use_kineto=False)
+        if model is not None and model._compiled_call_impl is None:
+            # Not taken away by itself: PyTorch goes through the hooks when it calls those that are to see an error.
+            self._hook = model.register_forward_hook(self._end, always_call=True)
         with _quiet():
             self._profile.__enter__()
         return True
 
     def stop(self) -> tuple[str, ...]:
         """End, and return the names of the kernels that ran, sorted; none if no attention kernel did."""
+        if not self.running:
+            return ()
+        self._end()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        return self.kernels
+
+    def _end(self, *_: Any) -> None:
         profile, self._profile = self._profile, None
         if profile is None:
-            return ()
+            return
         with _quiet():
             profile.__exit__(None, None, None)
             events = profile.function_events or ()
         self.kernels = tuple(sorted({_KERNELS[e.name] for e in events if e.name in _KERNELS}))
-        return self.kernels
 
 
 @contextlib.contextmanager

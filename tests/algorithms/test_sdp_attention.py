@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Callback
+from composer.models import HuggingFaceModel
 from model_check import check_model, random_weights
 from small import BatchDataset, padded_batch
 
@@ -292,11 +293,36 @@ def test_an_error_in_the_first_batch_leaves_nothing_behind(make_trainer, monkeyp
         patch.setattr(model.bert.embeddings, "forward", fail)
         with pytest.raises(RuntimeError, match="out of luck"):
             trainer.fit()
+        assert not torch.autograd._profiler_enabled(), "at once: nobody may come to close the Trainer"
+        with pytest.raises(RuntimeError, match="out of luck"):  # and again, with what the first left there
+            trainer.fit()
     trainer.close()
+    assert not trainer.state.model._forward_hooks
     assert module.enabled_kernels() == before and not torch.autograd._profiler_enabled()
     second = SDPAttention()
     make_trainer([second], model=eager()).fit()
     assert second.evidence["kernel"] == "flash" and not torch.autograd._profiler_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # as above
+@pytest.mark.parametrize("whole", ["by the Trainer", "in place"])
+def test_a_compiled_model_is_not_compiled_again_for_the_watch(make_trainer, whole: str) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    algorithm, composer_model = SDPAttention(), HuggingFaceModel(eager())
+    compiled = {"backend": "aot_eager", "dynamic": False}
+    if whole == "in place":
+        composer_model.compile(**compiled)
+    more = {"compile_config": compiled} if whole == "by the Trainer" else {}
+    trainer = make_trainer([algorithm], model=composer_model, **more)
+    counters.clear()
+    trainer.fit(duration="3ba")
+    assert algorithm.evidence["kernel"] == "flash" and counters["stats"]["unique_graphs"] >= 1
+    graphs = counters["stats"]["unique_graphs"]
+    trainer.fit(duration="2ba")
+    assert graphs == counters["stats"]["unique_graphs"] and not composer_model._forward_hooks
+    torch._dynamo.reset()
 
 
 def test_warns_when_it_is_sdpa_already(make_trainer, tiny_bert) -> None:
@@ -360,7 +386,6 @@ def test_backend_holds_for_evaluation_and_is_undone(make_trainer) -> None:
 
 def test_backend_is_undone_when_the_trainer_cannot_be_made_or_is_dropped(tmp_path) -> None:
     from composer import Trainer
-    from composer.models import HuggingFaceModel
 
     before = module.enabled_kernels()
 
