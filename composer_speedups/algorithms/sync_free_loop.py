@@ -9,8 +9,8 @@ from, and the loss is read once, after everything of the step has been queued; w
 not waited for at all.
 
 **Numerics.** Bit-exact: the same operations in the same order. With `delayed_loss=True` the loss that is logged
-and that callbacks find in `state.total_loss_dict` is the one of the step before (the first step reports its own);
-the training is the same, a NaN is noticed one step later.
+and that callbacks find in `state.total_loss_dict` is the one of the step before (the first step of each `fit` reports
+its own); the training is the same, a NaN is noticed one step later.
 
 **When it pays.** Where steps are short: small models, small batches, many small kernels; most together with
 `FusedAdamW`, whose step asks for nothing either. Large batches hide it. The copy that Composer makes of every
@@ -18,7 +18,9 @@ microbatch for the train metrics is left out where there are no train metrics.
 
 **Needs.** CUDA: on a CPU nothing runs ahead of the host. Composer 0.32's `Trainer`, whose functions it
 recognises by name. Several ranks agree on their counts over Gloo, host to host, instead of over NCCL. Loss
-scaling (`amp_fp16`) with an optimizer that is not fused reads `found_inf` once a step, in PyTorch.
+scaling (`amp_fp16`) with an optimizer that is not fused reads `found_inf` once a step, in PyTorch. The Trainer's
+device is as it was when the Trainer closes; where NCCL is the only backend, Composer's collectives take tensors on the
+host for the rest of the process.
 
 Source: PyTorch's Performance Tuning Guide, "Avoid unnecessary CPU-GPU synchronization"; read in
 `composer/trainer/trainer.py`, 0.32.1, lines 2379, 2381, 2468, 2686, 2840 and 3636.
@@ -28,11 +30,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
-from composer.core import State
+from composer.core import Event, State
 from composer.devices import Device
 from composer.loggers import Logger
 from composer.utils import dist
@@ -55,9 +58,10 @@ def apply_sync_free_loop(device: Device, delayed_loss: bool = False, train_metri
         delayed_loss: report the loss of the step before, so that no step is waited for.
         train_metrics: tells whether there are metrics of the training batches, which need a copy of each batch.
 
-    A device that was changed already is left alone: 0.
+    A device that was changed already is left alone: 0. `SyncFreeLoop` also forgets the last loss when another `fit`
+    starts, and undoes all this when its Trainer closes.
     """
-    if isinstance(device.__dict__.get("tensor_to_device"), _Transfer):
+    if _transfer_of(device) is not None:
         return 0
     transfer = _Transfer(device, delayed_loss, train_metrics)
     # On the instance: its own methods for batches and optimizers would otherwise come through here, too.
@@ -81,6 +85,7 @@ class SyncFreeLoop(SpeedUp):
     """
 
     stage = Stage.LOOP
+    events = frozenset({Event.AFTER_LOAD, Event.FIT_START})
 
     def __init__(self, delayed_loss: bool = False) -> None:
         self.delayed_loss = check_flag("delayed_loss", delayed_loss)
@@ -98,6 +103,26 @@ class SyncFreeLoop(SpeedUp):
         count = apply_sync_free_loop(state.device, self.delayed_loss, lambda: bool(state.train_metrics))
         self.report(logger, count, "the device was changed already", loss="delayed" if self.delayed_loss else "late")
 
+    def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.FIT_START:
+            transfer = _transfer_of(state.device)
+            if transfer is not None and transfer.delayed is not None:
+                transfer.delayed.forget()
+        elif self.evidence.get("changed"):  # by this Trainer, and not by another one with the same device
+            self.at_close(state, partial(_undo, state.device))
+
+
+def _transfer_of(device: Device) -> _Transfer | None:
+    found = device.__dict__.get("tensor_to_device")
+    return found if isinstance(found, _Transfer) else None
+
+
+def _undo(device: Device) -> None:
+    """Let `device` be as it was before `apply_sync_free_loop`."""
+    if _transfer_of(device) is not None:
+        for name in ("batch_to_device", "optimizer_to_device", "tensor_to_device"):
+            del device.__dict__[name]
+
 
 class _Transfer:
     """Stands for `device.tensor_to_device`: looks at who asks."""
@@ -106,7 +131,7 @@ class _Transfer:
         self._send = type(device).tensor_to_device.__get__(device)
         self._train_metrics = train_metrics
         self._counting, self._loss, self._microbatches = _codes()
-        self._delayed = _Delayed() if delayed_loss else None
+        self.delayed = _Delayed() if delayed_loss else None
         self.plain = SimpleNamespace(tensor_to_device=self._send)  # all that `Device`'s other methods need of `self`
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +140,7 @@ class _Transfer:
         if asking in self._counting and not (asking is self._microbatches and tensor.ndim):
             return tensor
         sent = self._send(tensor)
-        return _RunningLoss.of(sent, self._delayed) if asking is self._loss and tensor.is_floating_point() else sent
+        return _RunningLoss.of(sent, self.delayed) if asking is self._loss and tensor.is_floating_point() else sent
 
     def batch(self, batch: Any) -> Any:
         moved = Device.batch_to_device(self.plain, batch)  # type: ignore[arg-type]
@@ -160,6 +185,10 @@ class _Delayed:
 
     def __init__(self) -> None:
         self._last: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def forget(self) -> None:
+        """There is no step before."""
+        self._last = None
 
     def swap(self, loss: torch.Tensor) -> torch.Tensor:
         if loss.is_cuda:

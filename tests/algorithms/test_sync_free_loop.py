@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Callback
 from composer.devices import DeviceCPU
 from composer.loggers import InMemoryLogger
@@ -117,6 +118,39 @@ def test_a_delayed_loss_is_the_last_steps(make_trainer) -> None:
     assert after[0] == [before[0][0], *before[0][:-1]]
     assert all(torch.equal(a, b) for a, b in zip(after[1], before[1], strict=True))
     assert after[2] == 1  # the first step's own
+
+
+@pytest.fixture
+def loop_here(monkeypatch) -> type[SyncFreeLoop]:
+    """The speed-up itself, on a device that it is not for: its bookkeeping is the same."""
+    monkeypatch.setattr(SyncFreeLoop, "unavailable", lambda self, device: None)
+    return SyncFreeLoop
+
+
+def test_each_fit_reports_its_own_losses(make_trainer, loop_here) -> None:
+    losses = []
+    for algorithms in ([], [loop_here(delayed_loss=True)]):
+        trainer = fit(make_trainer, algorithms=algorithms)[3]
+        trainer.fit(duration="1ep")
+        losses.append([float(value) for _, value in trainer.logger.destinations[-1].data["loss/train/total"]])
+    own, delayed = losses
+    assert len(own) == 2 * STEPS
+    for fitted in (slice(0, STEPS), slice(STEPS, None)):
+        assert delayed[fitted] == [own[fitted][0], *own[fitted][:-1]]
+
+
+def test_a_closed_trainer_leaves_its_device_as_it_was(make_trainer, loop_here) -> None:
+    device = DeviceCPU()
+    before = dict(device.__dict__)
+    first = make_trainer([loop_here()], model=HuggingFaceModel(bert()), device=device)
+    with pytest.warns(NoEffectWarning, match="the device was changed already"):
+        second = make_trainer([loop_here()], model=HuggingFaceModel(bert()), device=device)
+    second.close()
+    assert device.__dict__ != before, "the first Trainer is at work still"
+    first.close()
+    assert device.__dict__ == before
+    first.close()
+    make_trainer([loop_here()], model=HuggingFaceModel(bert()), device=device).fit(duration="1ba")
 
 
 @pytest.mark.parametrize("microbatch", [2, 3])
