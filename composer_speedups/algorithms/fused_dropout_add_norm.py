@@ -22,9 +22,9 @@ CUDA; what is saved there are the stored mask and the second pass for the gradie
 DeBERTa-v2 and others, known by their code and not by their names; MPNet's, and DistilBERT's, which drop nothing behind
 the attention (in both the projection behind it adds its bias itself). On CUDA the package triton and a width up to
 8192; on the CPU a C compiler for speed: without one PyTorch's operations compute the same masks. Other devices are
-refused; tensor subclasses, hooks on a block's norm or dropout, and `torch.func` take the block's own code; a linear
-layer that somebody hooks or has replaced adds its bias itself. It takes the norms and dropouts of the blocks;
-`LowPrecisionNorm`, `FusedLayerNorm` and `FastDropout` take the others.
+refused; tensor subclasses, `torch.func`, and a norm or dropout of a block that somebody hooks or has replaced take the
+block's own code; a linear layer that somebody hooks or has replaced adds its bias itself. It takes the norms and
+dropouts of the blocks; `LowPrecisionNorm`, `FusedLayerNorm` and `FastDropout` take the others.
 
 Source: dropout + add + LayerNorm of MosaicML's and NVIDIA's MLPerf BERT; the masks are counter-based, see FastDropout.
 """
@@ -160,12 +160,18 @@ class _DropoutOfBlock(torch.nn.Dropout):
     """Computed by the block that owns it."""
 
 
+def _still_ours(dropout: torch.nn.Module, *norms: torch.nn.Module) -> bool:
+    """Whether they are what was put there, and nobody listens. Another norm, or one in an adapter, is called."""
+    parts = [(dropout, _DropoutOfBlock), *((norm, _NormOfBlock) for norm in norms)]
+    return all(type(part) is cls and not hooked(part) for part, cls in parts)
+
+
 class _FusedEnd:
     """Mixed into `BertSelfOutput`, `BertOutput` and what computes the same."""
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         norm, dropout = self.LayerNorm, self.dropout
-        if hooked(norm) or hooked(dropout) or not (plain(hidden_states) and plain(input_tensor)):
+        if not (_still_ours(dropout, norm) and plain(hidden_states) and plain(input_tensor)):
             return super().forward(hidden_states, input_tensor)
         return _end(*_product(self.dense, hidden_states), input_tensor, norm, dropout)
 
@@ -175,7 +181,7 @@ class _FusedAttention:
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
         norm, dropout = self.LayerNorm, self.dropout
-        if hooked(norm) or hooked(dropout) or not plain(hidden_states):
+        if not (_still_ours(dropout, norm) and plain(hidden_states)):
             return super().forward(hidden_states, *args, **kwargs)
         attended, *weights = self.attn(hidden_states, *args, **kwargs)
         return (_end(attended, None, hidden_states, norm, dropout), *weights)
@@ -186,10 +192,10 @@ class _FusedLayer:
 
     def forward(self, *args: Any, **kwargs: Any):
         ffn = self.ffn
-        heard = any(map(hooked, (self.sa_layer_norm, self.output_layer_norm, ffn, ffn.dropout)))
+        ours = _still_ours(ffn.dropout, self.sa_layer_norm, self.output_layer_norm) and not hooked(ffn)
         weights = kwargs.get("output_attentions") or any(argument is True for argument in args)
         first = "first_only" in kwargs  # asked by LastLayerSubset, which may lie beneath
-        if first or heard or weights or not args or not plain(args[0]) or ffn.chunk_size_feed_forward:
+        if first or not ours or weights or not args or not plain(args[0]) or ffn.chunk_size_feed_forward:
             return super().forward(*args, **kwargs)
         attended = _end(distilbert_attention(self, *args, **kwargs), None, args[0], self.sa_layer_norm)
         by_kernel = getattr(ffn, "activated", None)  # of FusedBiasGELU

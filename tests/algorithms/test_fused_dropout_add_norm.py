@@ -215,6 +215,59 @@ def test_hooks_in_distilberts_layer_take_its_own_code(heard: str, calls: list) -
     assert seen == [first.get_submodule(heard)] and len(calls) == 2, "the other layer alone is fused"
 
 
+class Doubling(torch.nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Halving(torch.nn.Dropout):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+@pytest.mark.parametrize("new", [Doubling, torch.nn.RMSNorm, Halving], ids=lambda cls: cls.__name__)
+@each_kind
+def test_what_somebody_puts_in_afterwards_is_called(family: str, new: type, calls: list) -> None:
+    """A norm that is no LayerNorm, or one that computes more; another dropout."""
+    stock = random_weights(bert(family=family)).eval()
+    changed = copy.deepcopy(stock)
+    apply_fused_dropout_add_norm(changed)
+    for model in (stock, changed):
+        first = next(m for m in model.modules() if type(m) is torch.nn.ModuleList)[0]
+        parts = [name for name, m in first.named_modules() if isinstance(m, torch.nn.LayerNorm | torch.nn.Dropout)]
+        # The last norm of the block, or the dropout before it.
+        name = [n for n in parts if n.endswith("dropout" if new is Halving else ("LayerNorm", "output_layer_norm"))][-1]
+        owner, _, name = name.rpartition(".")
+        setattr(first.get_submodule(owner), name, new(0.1) if new is Halving else new(32))
+    calls.clear()
+    torch.testing.assert_close(changed(**padded_batch()).logits, stock(**padded_batch()).logits)
+    assert len(calls) == {"DistilBert": 2, "Bert": 3, "MPNet": 3}[family], "all others are fused"
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # what PEFT says of every LayerNorm
+@pytest.mark.parametrize("kind", ["LNTuning", "modules_to_save"])
+def test_adapters_of_norms_may_come_afterwards(kind: str) -> None:
+    from peft import LNTuningConfig, LoraConfig, get_peft_model
+
+    tuned = {
+        "LNTuning": lambda: LNTuningConfig(task_type="SEQ_CLS", target_modules=["LayerNorm"]),
+        "modules_to_save": lambda: LoraConfig(
+            task_type="SEQ_CLS", target_modules=["query"], modules_to_save=["LayerNorm"]
+        ),
+    }[kind]
+    stock, results = random_weights(bert()), []
+    for fused in (False, True):
+        model = copy.deepcopy(stock)
+        if fused:
+            apply_fused_dropout_add_norm(model)
+        model = get_peft_model(model, tuned())
+        loss = model(**padded_batch()).loss
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+        results.append(loss.detach())
+    torch.testing.assert_close(*results)
+
+
 def test_a_hook_on_a_linear_layer_is_called_and_the_end_still_fused(calls: list) -> None:
     for family, name in (
         ("Bert", "bert.encoder.layer.0.output.dense"),
