@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
+from composer_speedups.families import takes_first
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.packed_encoder import PACKED, PackedAttention, PackedEncoder, for_compiled
 from composer_speedups.packing import Packing
@@ -55,8 +56,9 @@ class PackedBert(PackedEncoder):
         if asked_for_first(self.encoder.layer[-1]):
             first, padded = hidden, hidden[:, None]
         else:
-            first, padded = None if pooler is None else packing.first(hidden), self.padded(hidden, packing)
-        pooled = None if pooler is None else pooler(first[:, None])
+            padded = self.padded(hidden, packing)
+            first = packing.first(hidden) if pooler is not None and takes_first(pooler) else None
+        pooled = None if pooler is None else pooler(padded if first is None else first[:, None])
         out = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=padded, pooler_output=pooled)
         return self.returned(out, kwargs.get("return_dict"))
 

@@ -40,6 +40,17 @@ from composer_speedups.packing import COUNTS, Packing, count_on_host, count_toke
 ROWS, LENGTH = 6, 16
 
 
+class MeanPooler(torch.nn.Module):
+    """As some put it into a stock model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.dense(hidden.mean(1)).tanh()
+
+
 def unpadding_of(model: torch.nn.Module) -> Unpadding:
     """The algorithm, installed in a Trainer's state of `model`."""
     algorithm = Unpadding()
@@ -596,11 +607,25 @@ def test_composers_alibi_is_refused_in_any_order(order: str, make_trainer) -> No
     )
     if order == "before":
         with pytest.warns(NoEffectWarning, match="BertSdpaSelfAttention has a forward of its own|SelfAttention has a"):
-            trainer(algorithms).fit()
+            trainer(algorithms)
     else:
         made = trainer(algorithms[::-1])
         with pytest.raises(ConflictError, match="Composer's Alibi"):
             made.fit()
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+def test_a_pooler_of_ones_own_is_given_rows(head: str) -> None:
+    """Its mean is over padding, too: zeros here; the stock model has there what its layers make of padding."""
+    stock = make("Bert", head)
+    stock.base_model.pooler = MeanPooler(32).double()
+    fast = copy.deepcopy(stock)
+    assert apply_unpadding(fast) == 2
+    inputs = batch(head, kind="full")
+    compare(stock, fast, head, inputs)
+    inputs = batch(head)
+    hidden = fast.base_model(inputs["input_ids"], inputs["attention_mask"])
+    torch.testing.assert_close(hidden.pooler_output, fast.base_model.pooler(hidden.last_hidden_state))
 
 
 def test_says_what_hooks_see(caplog) -> None:
