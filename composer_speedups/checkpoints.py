@@ -34,7 +34,7 @@ from composer_speedups.files import lock
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["Checkpoints", "Saver", "exclusive", "read_checkpoint", "writing"]
+__all__ = ["Checkpoints", "Saver", "exclusive", "free_name", "read_checkpoint", "writing"]
 
 log = logging.getLogger("composer_speedups")
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class Checkpoints:
     def _begin(self) -> None:
         with writing(self.folder):
             for path, reason in self._damaged:
-                aside = _free(path.with_name(f"{path.name}.damaged"))
+                aside = free_name(path.with_name(f"{path.name}.damaged"))
                 path.rename(aside)
                 log.warning(
                     "the checkpoint %s is damaged (%s): kept as %s; going on from %s",
@@ -170,7 +170,7 @@ class Checkpoints:
             for leftover in self.folder.glob(".partial-*"):
                 leftover.unlink()  # of a run that was killed while it wrote, perhaps its first: nothing to keep
             if self.load_path is None and any(self.folder.iterdir()):
-                aside = _free(self.folder.with_name(f"{self.folder.name}-old"))
+                aside = free_name(self.folder.with_name(f"{self.folder.name}-old"))
                 self.folder.rename(aside)
                 log.warning("the checkpoints of an earlier run are kept in %s", aside)
                 self.folder.mkdir()
@@ -318,7 +318,8 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return {k: v for key, child in value.items() for k, v in _flat(child, f"{path}.{key}" if path else key).items()}
 
 
-def _free(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """`path`, or with a number if it is taken."""
     number, free = 1, path
     while free.exists():
         number += 1

@@ -59,6 +59,8 @@ class RunResult:
     step_samples: list[int] = field(default_factory=list)  # empty where every step had `batch_size`
     evidence: dict[str, dict[str, Any]] = field(default_factory=dict)  # by speed-up: what it changed
     kernels: list[str] = field(default_factory=list)
+    train_samples: int | None = None  # that there were
+    data_notes: list[str] = field(default_factory=list)  # rows dropped, or left out
     pretrained: bool | None = None
     warnings: list[str] = field(default_factory=list)
     overlapped: bool = False  # another run was measured on this machine at the same time

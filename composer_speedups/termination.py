@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 
-__all__ = ["stop_on_termination"]
+__all__ = ["end_on_termination", "stop_on_termination"]
 
 
 def stop_on_termination() -> None:
@@ -22,3 +25,29 @@ def stop_on_termination() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def end_on_termination() -> Iterator[None]:
+    """For the seconds in which Composer is imported, when nothing has begun: both signals end the process at once.
+
+    While it is imported it puts handlers in place that raise, tries whether PEFT can be imported, and takes what they
+    raise meanwhile for PEFT's absence: a Ctrl-C would be lost.
+    """
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+        yield
+        return
+
+    def end(*_: object) -> None:
+        os.write(2, b"stopped\n")
+        os._exit(130)
+
+    set_handler = signal.signal
+    before = {number: set_handler(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal = lambda number, handler: set_handler(number, end if number in before else handler)
+    try:
+        yield
+    finally:
+        signal.signal = set_handler
+        for number, handler in before.items():
+            signal.signal(number, handler)

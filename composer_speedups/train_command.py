@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from composer_speedups.termination import stop_on_termination
+from composer_speedups.termination import end_on_termination, stop_on_termination
 
 if TYPE_CHECKING:
     from composer_speedups import results
@@ -27,10 +27,9 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
     console.print(_plan(recipe), style="dim")
     console.print("loading torch and Composer ...", style="dim")
 
-    stop_on_termination()
-    from composer_speedups.recipes import check_speedups
-    from composer_speedups.training import run  # takes some seconds, and Composer its own handlers
-
+    with end_on_termination():
+        from composer_speedups.recipes import check_speedups
+        from composer_speedups.training import run  # takes some seconds
     stop_on_termination()
     check_speedups(recipe)
 
@@ -160,6 +159,7 @@ def _summary(result: results.RunResult) -> Table:
         table.add_row(key, ", ".join(f"{name}={value}" for name, value in evidence.items()))
     if result.pretrained is False:
         table.add_row("note", "the weights began at random: no pretrained ones were asked for or to be had")
-    if result.reason:
-        table.add_row("note", result.reason)
+    for note in [*result.data_notes, result.reason]:
+        if note:
+            table.add_row("note", note)
     return table

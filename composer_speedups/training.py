@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
+import logging
 import math
 import os
 import re
@@ -35,7 +37,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.algorithms.torch_compile import compile_statistics
-from composer_speedups.checkpoints import Checkpoints, exclusive, writing
+from composer_speedups.checkpoints import Checkpoints, exclusive, free_name, writing
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError, is_out_of_memory
 from composer_speedups.flops import local_attention, model_flops
 from composer_speedups.measure import Measurement, peak_memory
@@ -45,6 +47,8 @@ from composer_speedups.tasks import Task, build_task
 from composer_speedups.tasks.models import build_model
 
 __all__ = ["run"]
+
+log = logging.getLogger("composer_speedups")
 
 # name -> with warm-up, without
 _SCHEDULERS = {
@@ -117,6 +121,7 @@ def run(
         if checkpoints is not None:
             checkpoints.check(composer_model)
             checkpoints.begin()
+        stack.enter_context(_without_what_is_normal())
         interrupted, caught = stack.enter_context(_stop_on_interrupt()), stack.enter_context(_collect_warnings())
         measurement = Measurement(
             report,
@@ -142,7 +147,8 @@ def run(
         result = _result(recipe, seed, trainer, measurement, task)
         if finished:
             result.reason = "the checkpoint was at the end of the training already"
-        result.pretrained = task.pretrained
+        result.pretrained, result.train_samples = task.pretrained, len(task.train)
+        result.data_notes = [note for note in task.notes if note != task.source.note]
         result.warnings = list(dict.fromkeys(caught))
         if inspect and save is None and result.status == "ok" and not result.gave_up:
             from composer_speedups.inspection import look_inside
@@ -324,7 +330,10 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
 
 
 def _save_model(model: Any, task: Task, folder: Path) -> None:
-    """Write beside the folder first, then move file by file into it: no file there is ever half written."""
+    """Write beside the folder first, then move file by file into it: no file there is ever half written.
+
+    Files of another model that was there are kept, as checkpoints are.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / ".saving"
     shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed here; one run at a time holds the folder
@@ -332,6 +341,13 @@ def _save_model(model: Any, task: Task, folder: Path) -> None:
         model.save_pretrained(beside)
         if task.tokenizer is not None:
             task.tokenizer.save_pretrained(beside)
+        before = [folder / file.name for file in beside.iterdir() if (folder / file.name).exists()]
+        if not all(filecmp.cmp(path, beside / path.name, shallow=False) for path in before):
+            aside = free_name(folder / "model-old")
+            aside.mkdir()
+            for path in before:
+                path.rename(aside / path.name)
+            log.warning("the model that was in %s is kept in %s", folder, aside)
         for file in beside.iterdir():
             os.replace(file, folder / file.name)
     finally:
@@ -407,6 +423,15 @@ def _stop_on_interrupt() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _without_what_is_normal() -> Iterator[None]:
+    """Show no warning of Composer's about a last batch that is smaller, nor that few steps have no warm-up."""
+    with warnings.catch_warnings():
+        for start in ("Cannot split tensor of length", "The warmup duration is 0"):
+            warnings.filterwarnings("ignore", message=start, category=UserWarning)
+        yield
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -206,3 +207,21 @@ def test_what_others_do_when_they_are_imported_is_not_seen() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "[]", "no process of workers"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_is_heard_while_composer_is_imported(number: int) -> None:
+    """Composer tries `import peft`, and takes whatever that raises for PEFT's absence."""
+    code = (
+        "import os, sys\n"
+        "class Signal:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'peft' and 'composer' in sys.modules:\n"
+        f"            os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Signal())\n"
+        "from composer_speedups.cli import main\n"
+        "sys.exit(main(['train', 'demo/fp32', 'duration=1ba']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130 and done.stderr.endswith("stopped\n"), done.stderr
+    assert "samples/s" not in done.stdout + done.stderr

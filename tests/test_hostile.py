@@ -311,6 +311,23 @@ def test_starting_anew_keeps_what_was_there(saved, whole) -> None:
     assert (saved / "checkpoints-old-2").is_dir()
 
 
+def test_another_runs_model_is_kept(tmp_path, caplog) -> None:
+    """Checkpoints are, and `tune` and `convert-checkpoint` ask before they replace anything."""
+    short = ("duration=1ba", "schedule.warmup=0ba")
+    (tmp_path / "precious.txt").write_text("not ours")
+    run(tiny(*short), save=tmp_path)
+    first = (tmp_path / "model.safetensors").read_bytes()
+    run(tiny(*short), save=tmp_path, resume=True)
+    assert not list(tmp_path.glob("model-old*")), "it is the same"
+    run(tiny(*short, "learning_rate=3e-3"), save=tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() != first
+    assert (tmp_path / "model-old" / "model.safetensors").read_bytes() == first
+    assert {p.name for p in (tmp_path / "model-old").iterdir()} == {
+        p.name for p in tmp_path.iterdir() if p.is_file() and p.name != "precious.txt"
+    }
+    assert f"is kept in {tmp_path / 'model-old'}" in caplog.text
+
+
 @pytest.mark.parametrize("resume", [True, False])
 def test_killed_in_its_first_checkpoint_leaves_nothing_to_keep(tmp_path, caplog, resume: bool) -> None:
     """What was half-written is no checkpoint of an earlier run, and is not told to be one."""

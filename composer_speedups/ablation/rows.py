@@ -134,6 +134,8 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         **{key: next((r[key] for r in results if r.get(key)), {}) for key in _LOOKED_AT_ONCE},
         "overlapped": sorted(run.seed for run in good.values() if run.result.get("overlapped") or _waited(run)),
         "waited": {run.seed: waited for run in good.values() if (waited := _waited(run))},
+        "train_samples": first.get("train_samples"),
+        "data_notes": first.get("data_notes") or [],
         "warnings": sorted({w for result in results for w in result.get("warnings") or []}),
         "published": recipe.get("published"),
         "runs": [

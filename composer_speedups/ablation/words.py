@@ -23,8 +23,10 @@ def conditions(environment: Row, study: Row, rows: Sequence[Row], recipes: Mappi
     seeds = sorted({seed for row in counted for seed in row["seeds"]})
     steps = sorted({row["steps"] for row in counted if row.get("steps")})
     what = [f"{task.get('name', '?')} ({task.get('objective', '?')})"]
-    if task.get("train_samples"):
-        what.append(f"{task['train_samples']:,} samples")
+    if found := next((row["train_samples"] for row in counted if row.get("train_samples")), None):
+        what.append(f"{found:,} samples")
+    elif task.get("train_samples"):  # asked for; how many there are is known after the first run
+        what.append(f"up to {task['train_samples']:,} samples")
     if task.get("max_length"):
         what.append(f"{task['max_length']} tokens {'padded' if task.get('padding') == 'max_length' else 'at most'}")
     what.append(f"duration {first.get('duration', '?')}")
@@ -47,6 +49,9 @@ def conditions(environment: Row, study: Row, rows: Sequence[Row], recipes: Mappi
             f"Runs: seeds {', '.join(map(str, seeds))}; {span} steps; interleaved, each in a fresh process; "
             f"medians over seeds{bootstrap}; baseline {study['baseline']}"
         )
+        lines += [
+            f"Data: {note}" for note in dict.fromkeys(note for row in counted for note in row.get("data_notes") or ())
+        ]
     return lines
 
 

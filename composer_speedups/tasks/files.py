@@ -90,6 +90,10 @@ def read(
         if not parts[part]:
             raise TaskError(f"{path!r} leaves no text to {what} on ({len(kept):,} texts): give more, or task.eval_path")
     chosen_train, chosen_eval = parts["train"][:train], parts["evaluation"][:evaluation]
+    if train is not None and train < len(parts["train"]):
+        notes.append(
+            f"{train:,} of {len(parts['train']):,} texts to train on are used: task.train_samples=null takes all"
+        )
     return Texts(
         train=[t for _, t, _ in chosen_train], train_labels=[n for _, _, n in chosen_train],
         evaluation=[t for _, t, _ in chosen_eval], evaluation_labels=[n for _, _, n in chosen_eval],
