@@ -95,7 +95,8 @@ class _MaskedHead:
     """Mixed into a masked language model's head: the logits of real tokens only, padded with zeros."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        hidden, packing = getattr(hidden_states, PACKED, None) or (None, None)
+        packing = getattr(hidden_states, PACKED, None)
         if packing is None:
             return super().forward(hidden_states, *args, **kwargs)
-        return packing.pad(super().forward(hidden, *args, **kwargs))
+        # Packed anew, for next to nothing beside a vocabulary: a hook may have changed the padded ones in place.
+        return packing.pad(super().forward(packing.pack(hidden_states), *args, **kwargs))

@@ -29,7 +29,7 @@ __all__ = [
 
 log = logging.getLogger("composer_speedups")
 
-PACKED = "_composer_speedups_packed"  # of padded hidden states: (the packed ones, their packing), for a head
+PACKED = "_composer_speedups_packed"  # of padded hidden states: how they were packed, for a head
 _HARMLESS = {"return_dict", "output_attentions", "output_hidden_states", "use_cache", "num_items_in_batch", "labels"}
 
 
@@ -66,7 +66,7 @@ class PackedEncoder:
         """[total, width] -> [rows, length, width], with what a head that works on packed tokens looks for."""
         padded = packing.pad(hidden)
         if not torch.compiler.is_compiling():
-            setattr(padded, PACKED, (hidden, packing))
+            setattr(padded, PACKED, packing)
         return padded
 
     def returned(self, out: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[torch.Tensor, ...]:

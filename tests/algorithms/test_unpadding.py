@@ -343,6 +343,32 @@ def test_padding_has_no_part_in_anything(head: str) -> None:
         assert rows == used, "padding got a gradient"
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "MPNet", "DebertaV2"])  # whose heads work on packed tokens
+def test_a_hook_may_change_what_the_masked_head_is_given(family: str, in_place: bool, mode) -> None:
+    stock, inputs = make(family, "ForMaskedLM"), batch("ForMaskedLM", FAMILIES[family])
+
+    def hook(_, __, out):
+        hidden = out.last_hidden_state
+        out.last_hidden_state = hidden.mul_(3) if in_place else hidden * 3
+        return out
+
+    stock.base_model.register_forward_hook(hook)
+    fast, seen = copy.deepcopy(stock), []
+    apply_unpadding(fast, multiple_of=1)
+    head = next(module for module in fast.modules() if isinstance(module, packed_bert._MaskedHead))
+    for dense in (module for module in head.modules() if isinstance(module, torch.nn.Linear)):
+        dense.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+    if mode is torch.enable_grad:
+        compare(stock, fast, "ForMaskedLM", inputs)
+    else:
+        with mode():
+            found, expected = (visible(m(**inputs), "ForMaskedLM", inputs["attention_mask"]) for m in (fast, stock))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert set(seen) == {int(inputs["attention_mask"].sum()) if in_place else ROWS * LENGTH}
+
+
 # Each head once, and what families differ in: positions that count padding ids, embeddings of another width.
 KINDS = [
     ("Bert", "ForSequenceClassification"),
