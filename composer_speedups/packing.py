@@ -165,8 +165,12 @@ def hand_over(batch: Any) -> bool:
 
 
 def tie_counts(mask: torch.Tensor, counts: list[int]) -> None:
-    """Let `counts_of` this tensor find them, as long as nobody changes it."""
-    setattr(mask, _TIED, (counts, mask._version))
+    """Let `counts_of` this tensor find them, as long as nobody changes it.
+
+    A tensor made in inference mode does not tell whether somebody has: it is counted again.
+    """
+    if not mask.is_inference():
+        setattr(mask, _TIED, (counts, mask._version))
 
 
 def counts_of(mask: torch.Tensor) -> list[int]:

@@ -734,6 +734,16 @@ class TestPacking:
         hand_over(inputs)
         assert counts_of(inputs["attention_mask"]) == [1, 2, 3]
 
+    def test_in_inference_mode_they_are_counted_when_asked_for(self) -> None:
+        """There nothing tells whether a tensor was changed."""
+        with torch.inference_mode():
+            inputs = {"attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+            assert count_on_host(inputs) and hand_over(inputs) and COUNTS not in inputs
+            assert counts_of(inputs["attention_mask"]) == [3, 2]
+            inputs["attention_mask"][0, 2] = 0
+            assert counts_of(inputs["attention_mask"]) == [2, 2]
+        assert counts_of(inputs["attention_mask"]) == [2, 2]
+
     def test_strange_batches_are_left_alone(self) -> None:
         four = {"attention_mask": torch.ones(1, 1, 2, 2)}
         assert not count_on_host([1]) and not count_on_host(four) and list(four) == ["attention_mask"]
