@@ -9,7 +9,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from composer_speedups.families import takes_first
 from composer_speedups.first_request import asked_for_first
-from composer_speedups.packed_encoder import PACKED, PackedAttention, PackedEncoder, for_compiled
+from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, for_compiled, packed_as
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
 
@@ -30,6 +30,7 @@ def pack_masked_head(encoder: torch.nn.Module, owner: torch.nn.Module | None) ->
     for head in (getattr(owner, name, None) for name in ("cls", "lm_head", "lm_predictions")):
         if encoder.reads_anywhere and type(head).__name__.endswith(("OnlyMLMHead", "LMHead")):
             mix_in(_MaskedHead, head)
+            encoder.packed_for_head = True
 
 
 class PackedBert(PackedEncoder):
@@ -95,7 +96,7 @@ class _MaskedHead:
     """Mixed into a masked language model's head: the logits of real tokens only, padded with zeros."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        packing = getattr(hidden_states, PACKED, None)
+        packing = packed_as(hidden_states)
         if packing is None:
             return super().forward(hidden_states, *args, **kwargs)
         # Packed anew, for next to nothing beside a vocabulary: a hook may have changed the padded ones in place.

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
 from composer_speedups.joint_linear import joint_linear
@@ -19,17 +20,17 @@ from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_
 from composer_speedups.packing import Holed, Packing, counts_of
 
 __all__ = [
-    "PACKED",
     "PackedAttention",
     "PackedEncoder",
     "compiled",
     "for_compiled",
+    "packed_as",
     "say_once",
 ]
 
 log = logging.getLogger("composer_speedups")
 
-PACKED = "_composer_speedups_packed"  # of padded hidden states: how they were packed, for a head
+_PACKED = WeakTensorKeyDictionary()  # by padded hidden states: how they were packed, for a head
 _HARMLESS = {"return_dict", "output_attentions", "output_hidden_states", "use_cache", "num_items_in_batch", "labels"}
 
 
@@ -38,6 +39,7 @@ class PackedEncoder:
 
     packed_multiple_of = 64  # packed tokens are filled up to a multiple of this, as far as there is padding
     reads_anywhere = False  # whether the head reads tokens of any place, or each row's first
+    packed_for_head = False  # whether the head works on packed tokens
     packed_whole_rows = False  # whether a layer counts the tokens between two others, padding among them
 
     @torch.compiler.disable
@@ -65,8 +67,8 @@ class PackedEncoder:
     def padded(self, hidden: torch.Tensor, packing: Packing) -> torch.Tensor:
         """[total, width] -> [rows, length, width], with what a head that works on packed tokens looks for."""
         padded = packing.pad(hidden)
-        if not torch.compiler.is_compiling():
-            setattr(padded, PACKED, packing)
+        if self.packed_for_head and not torch.compiler.is_compiling():
+            _PACKED[padded] = packing
         return padded
 
     def returned(self, out: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[torch.Tensor, ...]:
@@ -95,6 +97,11 @@ class PackedAttention:
         """[total, width] -> queries, keys and values, [total, heads, width of a head] each."""
         projected = joint_linear(self.projections(), hidden_states)
         return tuple(x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
+
+
+def packed_as(padded: torch.Tensor) -> Packing | None:
+    """How these hidden states were packed, if they are what an encoder has padded for a head."""
+    return None if torch.compiler.is_compiling() else _PACKED.get(padded)
 
 
 def for_compiled(hidden: torch.Tensor, layers: torch.nn.ModuleList) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_speedups.kernels.disentangled import Places
 from composer_speedups.kernels.varlen_attention import Lengths
@@ -20,7 +21,8 @@ from composer_speedups.kernels.varlen_attention import Lengths
 __all__ = ["COUNTS", "Holed", "Packing", "count_on_host", "count_tokens", "counts_of", "hand_over", "tie_counts"]
 
 COUNTS = "real_token_counts"  # the key in a batch
-_TIED = "_composer_speedups_counts"
+# By mask: its counts, and its version when they were made. Not attributes of it: those are pickled and copied with it.
+_TIED = WeakTensorKeyDictionary()
 
 
 class Packing(NamedTuple):
@@ -170,7 +172,7 @@ def tie_counts(mask: torch.Tensor, counts: list[int]) -> None:
     A tensor made in inference mode does not tell whether somebody has: it is counted again.
     """
     if not mask.is_inference():
-        setattr(mask, _TIED, (counts, mask._version))
+        _TIED[mask] = counts, mask._version
 
 
 def counts_of(mask: torch.Tensor) -> list[int]:
@@ -179,7 +181,7 @@ def counts_of(mask: torch.Tensor) -> list[int]:
 
 
 def _tied(mask: torch.Tensor) -> list[int] | None:
-    counts, version = getattr(mask, _TIED, (None, None))
+    counts, version = _TIED.get(mask, (None, None))
     rows, length = mask.shape
     fits = counts is not None and version == mask._version and len(counts) == rows
     return counts if fits and max(map(abs, counts), default=0) <= length else None

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import io
 import logging
 import pickle
 import re
@@ -27,6 +29,7 @@ from composer_speedups import (
     packed_distilbert,
     packed_encoder,
     packed_mpnet,
+    packing,
 )
 from composer_speedups.algorithms import unpadding
 from composer_speedups.errors import ConflictError
@@ -367,6 +370,28 @@ def test_a_hook_may_change_what_the_masked_head_is_given(family: str, in_place: 
             found, expected = (visible(m(**inputs), "ForMaskedLM", inputs["attention_mask"]) for m in (fast, stock))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     assert set(seen) == {int(inputs["attention_mask"].sum()) if in_place else ROWS * LENGTH}
+
+
+def test_what_is_returned_and_batches_can_be_saved_and_keep_nothing_alive() -> None:
+    model, bare = make("Bert", "ForMaskedLM").eval(), make("Bert", "Model").eval()
+    for each in (model, bare):
+        apply_unpadding(each)
+    gc.collect()
+    inputs, before = batch("Model", kind="holes"), (len(packed_encoder._PACKED), len(packing._TIED))
+    assert count_on_host(inputs) and hand_over(inputs)
+    saved = io.BytesIO()
+    hidden = [bare(**inputs).last_hidden_state]
+    assert len(packed_encoder._PACKED) == before[0], "no head reads it"
+    hidden.append(model.bert(**inputs).last_hidden_state)
+    assert (len(packed_encoder._PACKED), len(packing._TIED)) == (before[0] + 1, before[1] + 1)
+    assert not any(vars(x) for x in (*inputs.values(), *hidden))
+    torch.save({"hidden": hidden, **inputs}, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    assert torch.equal(loaded["hidden"][1], hidden[1]) and torch.equal(loaded["input_ids"], inputs["input_ids"])
+    del hidden, inputs
+    gc.collect()
+    assert (len(packed_encoder._PACKED), len(packing._TIED)) == before
 
 
 # Each head once, and what families differ in: positions that count padding ids, embeddings of another width.
@@ -754,7 +779,7 @@ class TestTrainer:
         algorithm, counted = Unpadding(), []
 
         def look(mask: torch.Tensor) -> list[int]:
-            counted.append(hasattr(mask, "_composer_speedups_counts"))
+            counted.append(packing._tied(mask) is not None)
             return counts_of(mask)
 
         monkeypatch.setattr(packed_encoder, "counts_of", look)
