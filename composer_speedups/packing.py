@@ -1,10 +1,10 @@
 """Where the real tokens of a padded batch are, and how to get there and back.
 
 `Packing` tells it. What it needs on the host, how many tokens each row has, is counted while the batch is still there
-(`count_on_host`): on the device, counting would wait for all that is queued. The counts travel in the batch as a list
-of ints, which Composer neither moves to the device nor fails to split into microbatches; `hand_over` takes them out
-again and ties them to the attention mask itself, so that they are not read with a later one. In between, on a GPU, a
-`DataSpec`'s `microbatch_transforms` must leave the mask's rows as they were.
+(`count_on_host`): on the device, counting would wait for all that is queued. The counts travel in the batch as a tensor
+that stays on the host, which whoever splits batches into microbatches splits with the others; `hand_over` takes them
+out again and ties them to the attention mask itself, so that they are not read with a later one. In between, on a GPU,
+a `DataSpec`'s `microbatch_transforms` must leave the mask's rows as they were.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from composer_speedups.kernels.disentangled import Places
 from composer_speedups.kernels.varlen_attention import Lengths
 
-__all__ = ["COUNTS", "Holed", "Packing", "count_on_host", "count_tokens", "counts_of", "hand_over", "tie_counts"]
+__all__ = [
+    "COUNTS",
+    "Holed",
+    "OnHost",
+    "Packing",
+    "count_on_host",
+    "count_tokens",
+    "counts_of",
+    "hand_over",
+    "tie_counts",
+]
 
 COUNTS = "real_token_counts"  # the key in a batch
 # By mask: its counts, and its version when they were made. Not attributes of it: those are pickled and copied with it.
@@ -112,10 +122,35 @@ class Packing(NamedTuple):
 
 
 class Holed(int):
-    """The count of a row that has padding between its real tokens.
+    """The count of a row that has padding between its real tokens."""
 
-    A number, as Composer splits a batch's lists, but keeps nothing that a list itself would know.
+
+class OnHost(torch.Tensor):
+    """[rows, 2] int64, as a batch brings them: each row's count, and whether it is `Holed`.
+
+    A tensor, as a `DataSpec`'s own `split_batch` may expect nothing else; but no device's, as that would be asked.
     """
+
+    @classmethod
+    def of(cls, counts: list[int]) -> OnHost:
+        return torch.tensor([[int(count), isinstance(count, Holed)] for count in counts]).as_subclass(cls)
+
+    def to(self, *args: Any, **kwargs: Any) -> OnHost:
+        return self
+
+    cuda = pin_memory = to
+
+    def __deepcopy__(
+        self, memo: dict[int, Any]
+    ) -> OnHost:  # Composer copies batches; PyTorch's own way knows no others
+        return self.clone()
+
+    def counts(self) -> list[int]:
+        """
+        >>> OnHost.of([2, Holed(-1)])[1:].counts()
+        [-1]
+        """
+        return [Holed(count) if holed else count for count, holed in self.tolist()]
 
 
 def count_tokens(mask: torch.Tensor) -> list[int]:
@@ -141,7 +176,7 @@ def count_on_host(batch: Any) -> bool:
     To be called when nothing will change the mask any more.
 
     >>> batch = {"attention_mask": torch.tensor([[1, 1, 0]])}
-    >>> count_on_host(batch), batch["real_token_counts"]
+    >>> count_on_host(batch), batch["real_token_counts"].counts()
     (True, [2])
     """
     mask = _mask(batch)
@@ -149,20 +184,25 @@ def count_on_host(batch: Any) -> bool:
         return False
     counts = _tied(mask) or (count_tokens(mask) if mask.device.type == "cpu" else None)
     if counts is not None:
-        batch[COUNTS] = counts
+        batch[COUNTS] = OnHost.of(counts)
     return counts is not None
 
 
 def hand_over(batch: Any) -> bool:
-    """Take the counts out of `batch` and tie them to its attention mask; whether there were any.
+    """Take the counts out of `batch` and tie them to its attention mask; whether they were had without waiting.
 
     Whatever has changed the mask since they were made is only seen where it is on the host, and can be counted again.
     """
-    counts = batch.pop(COUNTS, None) if isinstance(batch, MutableMapping) else None
+    brought = batch.pop(COUNTS, None) if isinstance(batch, MutableMapping) else None
     mask = _mask(batch)
-    if counts is None or mask is None:
+    if mask is None:
         return False
-    tie_counts(mask, count_tokens(mask) if mask.device.type == "cpu" else counts)
+    if mask.device.type == "cpu":
+        tie_counts(mask, count_tokens(mask))
+    elif isinstance(brought, OnHost) and brought.shape == (len(mask), 2):
+        tie_counts(mask, brought.counts())
+    else:
+        return False
     return True
 
 

@@ -153,7 +153,8 @@ class Unpadding(SpeedUp):
         if event is Event.FIT_START:
             _refuse_replaced(state.model)
         elif event in (Event.BATCH_START, Event.EVAL_BATCH_START):
-            count_on_host(state.batch)  # the whole batch, before Composer sends its microbatches to the device
+            if state.device._device.type != "cpu":  # there it is never too late
+                count_on_host(state.batch)  # the whole batch, before Composer sends its microbatches to the device
         elif hand_over(state.batch) and event is Event.BEFORE_FORWARD:
             self.evidence["counted_on_host"] = True
         if event is Event.BEFORE_FORWARD and "kernel" not in self.evidence:

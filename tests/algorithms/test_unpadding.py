@@ -14,6 +14,8 @@ import torch
 import transformers
 from composer.algorithms import Alibi, SeqLengthWarmup
 from composer.algorithms.warnings import NoEffectWarning
+from composer.core.data_spec import _default_split_batch
+from composer.devices.device import Device
 from composer.models import HuggingFaceModel
 from small import Doubled, checkpoint_blocks, config_of, stock_checkpointing
 
@@ -38,7 +40,17 @@ from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels import disentangled, distance_bias, fused_attention
 from composer_speedups.kernels.disentangled import in_c
 from composer_speedups.kernels.per_sequence import served_by
-from composer_speedups.packing import COUNTS, Packing, count_on_host, count_tokens, counts_of, hand_over, tie_counts
+from composer_speedups.packing import (
+    COUNTS,
+    Holed,
+    OnHost,
+    Packing,
+    count_on_host,
+    count_tokens,
+    counts_of,
+    hand_over,
+    tie_counts,
+)
 
 ROWS, LENGTH = 6, 16
 
@@ -735,11 +747,11 @@ class TestPacking:
 
     def test_counts_travel_with_their_mask_only(self) -> None:
         inputs = {"attention_mask": torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])}
-        assert count_on_host(inputs) and inputs[COUNTS] == [2, -2, 0]
+        assert count_on_host(inputs) and inputs[COUNTS].counts() == [2, -2, 0]
         inputs["attention_mask"] = mask = inputs["attention_mask"].to("meta")  # a device that cannot even be asked
         assert hand_over(inputs) and COUNTS not in inputs
         assert counts_of(mask) == [2, -2, 0]
-        assert count_on_host(inputs) and inputs.pop(COUNTS) == [2, -2, 0], "no need to count again"
+        assert count_on_host(inputs) and inputs.pop(COUNTS).counts() == [2, -2, 0], "no need to count again"
         for other in (mask.clone(), mask[:, :], mask.mul_(1)):  # another one, a part, and the same changed in place
             with pytest.raises((NotImplementedError, RuntimeError)):
                 counts_of(other)
@@ -748,14 +760,14 @@ class TestPacking:
     @pytest.mark.parametrize("cut", [lambda mask: mask[:, :2], lambda mask: mask[:2]], ids=["length", "rows"])
     def test_counts_that_do_not_fit_their_mask_are_not_taken(self, cut) -> None:
         mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
-        inputs = {"attention_mask": cut(mask).to("meta"), COUNTS: count_tokens(mask)}
+        inputs = {"attention_mask": cut(mask).to("meta"), COUNTS: OnHost.of(count_tokens(mask))}
         hand_over(inputs)
         with pytest.raises((NotImplementedError, RuntimeError)):
             counts_of(inputs["attention_mask"])
 
     def test_on_the_host_they_are_counted_again(self) -> None:
         mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
-        inputs = {"attention_mask": mask.flip(0), COUNTS: count_tokens(mask)}
+        inputs = {"attention_mask": mask.flip(0), COUNTS: OnHost.of(count_tokens(mask))}
         hand_over(inputs)
         assert counts_of(inputs["attention_mask"]) == [1, 2, 3]
 
@@ -768,6 +780,20 @@ class TestPacking:
             inputs["attention_mask"][0, 2] = 0
             assert counts_of(inputs["attention_mask"]) == [2, 2]
         assert counts_of(inputs["attention_mask"]) == [2, 2]
+
+    @pytest.mark.parametrize("split", ["composer", "tensors", "rows", "named", "lists"])
+    def test_they_come_through_whatever_splits_a_batch(self, split: str) -> None:
+        """To a device that cannot even be asked. A batch that is made anew, without them, is counted there."""
+        batch = {"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 1], [1, 0, 0]]), "labels": torch.ones(4)}
+        assert count_on_host(batch)
+        parts = SPLITS[split](batch, 2)
+        assert len(parts) == 2
+        for part, expected in zip(parts, ([3, Holed(2)], [-2, 1]), strict=True):
+            sent = Device.batch_to_device(SimpleNamespace(tensor_to_device=lambda x: x.to("meta")), copy.deepcopy(part))
+            assert hand_over(sent) == (split != "named") and COUNTS not in sent
+            if split != "named":
+                counts = counts_of(sent["attention_mask"])
+                assert counts == expected and list(map(type, counts)) == list(map(type, expected))
 
     def test_strange_batches_are_left_alone(self) -> None:
         four = {"attention_mask": torch.ones(1, 1, 2, 2)}
@@ -788,6 +814,22 @@ class TestTrainer:
         assert algorithm.evidence["kernel"] == f"per sequence: {served_by(torch.ones(1, 1, 8))}"
         assert algorithm.evidence["counted_on_host"]
         assert len(counted) == 8 and all(counted), "a count was made anew"
+
+    @pytest.mark.parametrize("split", ["composer", "tensors", "rows", "named", "lists"])
+    def test_a_split_of_ones_own(self, make_trainer, split: str, device: str) -> None:
+        """As of a `DataSpec(split_batch=...)`: it is given what its dataloader yields, and on a GPU a tensor more."""
+        algorithm, seen = Unpadding(), []
+        options = {"device": "gpu" if device == "cuda" else "cpu", "device_train_microbatch_size": 4}
+        trainer = make_trainer([algorithm], **options)
+
+        def watched(batch: dict, size: int) -> list[dict]:
+            seen.append(COUNTS in batch)
+            return SPLITS[split](batch, size)
+
+        trainer._train_data_spec.split_batch = watched
+        trainer.fit()
+        assert set(seen) == {device == "cuda"}
+        assert algorithm.evidence.get("counted_on_host", False) == (device == "cpu" or split != "named")
 
     @pytest.mark.parametrize("around", [False, True])
     @pytest.mark.parametrize("family", ["Bert", "DebertaV2"])
@@ -850,6 +892,23 @@ class TestTrainer:
 
 
 TOKENS = batch("ForTokenClassification")
+SPLITS = {
+    "composer": _default_split_batch,
+    "tensors": lambda batch, n: _rows({name: x.split(n) for name, x in batch.items()}),
+    "rows": lambda batch, n: _rows({name: [x[i : i + n] for i in range(0, len(x), n)] for name, x in batch.items()}),
+    "lists": lambda batch, n: _rows({name: _stacked(list(x), n) for name, x in batch.items()}),
+    "named": lambda batch, n: _rows(
+        {name: x.split(n) for name, x in batch.items() if not name.startswith("real_token")}
+    ),
+}
+
+
+def _rows(parts: dict[str, list[torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    return [dict(zip(parts, part, strict=True)) for part in zip(*parts.values(), strict=True)]
+
+
+def _stacked(rows: list[torch.Tensor], n: int) -> list[torch.Tensor]:
+    return [torch.stack(rows[i : i + n]) for i in range(0, len(rows), n)]
 
 
 def _without_last(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
