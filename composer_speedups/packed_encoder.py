@@ -7,7 +7,6 @@ Each family's own part is beside this: `packed_bert.py`, `packed_distilbert.py`,
 from __future__ import annotations
 
 import logging
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ __all__ = [
 log = logging.getLogger("composer_speedups")
 
 _PACKED = WeakTensorKeyDictionary()  # by padded hidden states: how they were packed, for a head
+_SAID: set[str] = set()  # in this process
 _HARMLESS = {"return_dict", "output_attentions", "output_hidden_states", "use_cache", "num_items_in_batch", "labels"}
 
 
@@ -55,7 +55,7 @@ class PackedEncoder:
             mask, counts = torch.ones_like(input_ids), [input_ids.shape[1]] * len(input_ids)
         elif not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
             found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-            return say_once(f"the attention mask is {found}, not as the ids [rows, length]")
+            return say_once("the attention mask is not as the ids [rows, length]", f"it is {found}")
         else:
             counts = counts_of(mask)
         if self.packed_whole_rows and any(isinstance(count, Holed) for count in counts):
@@ -114,7 +114,8 @@ def compiled(layers: torch.nn.ModuleList) -> bool:
     return any(layer._compiled_call_impl is not None for layer in layers)
 
 
-@cache
-def say_once(reason: str) -> None:
-    """Say why a batch is not packed."""
-    log.warning("Unpadding: %s: such batches take the padded forward pass", reason)
+def say_once(reason: str, found: str = "") -> None:
+    """Say why a batch is not packed, and what was `found` in the first one."""
+    if reason not in _SAID:
+        _SAID.add(reason)
+        log.warning("Unpadding: %s%s: such batches take the padded forward pass", reason, found and f" ({found})")

@@ -556,7 +556,10 @@ def test_debertas_blocks_compile_whole() -> None:
     [
         ({"output_attentions": True}, "output_attentions"),
         ({"output_hidden_states": True}, "output_hidden_states"),
-        ({"attention_mask": torch.ones(ROWS, LENGTH, LENGTH)}, r"attention mask is \(6, 16, 16\)"),
+        (
+            {"attention_mask": torch.ones(ROWS, LENGTH, LENGTH)},
+            r"attention mask is not as the ids .*\(it is \(6, 16, 16\)\)",
+        ),
     ],
 )
 @pytest.mark.parametrize("family", ["Bert", "DistilBert"])
@@ -568,7 +571,7 @@ def test_what_packing_cannot_give_takes_the_stock_forward(family: str, extra: di
     stock = cls._from_config(make(family).config, attn_implementation="eager").double()
     fast = copy.deepcopy(stock)
     apply_unpadding(fast)
-    packed_encoder.say_once.cache_clear()
+    packed_encoder._SAID.clear()
     inputs = batch(head) | extra
     with caplog.at_level(logging.WARNING, "composer_speedups"):
         out = fast(**inputs)
@@ -579,6 +582,16 @@ def test_what_packing_cannot_give_takes_the_stock_forward(family: str, extra: di
     for name in expected:
         a, b = out[name], expected[name]
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_says_it_once_whatever_the_shape(caplog) -> None:
+    model, rows = make(), batch("Model")["input_ids"]
+    apply_unpadding(model)
+    packed_encoder._SAID.clear()
+    with caplog.at_level(logging.WARNING, "composer_speedups"), torch.no_grad():
+        for length in (5, 6, 7):
+            model(rows[:, :length], torch.ones(ROWS, length, length))
+    assert len(caplog.records) == len(packed_encoder._SAID) == 1 and "(6, 5, 5)" in caplog.text
 
 
 def test_a_row_of_padding_only() -> None:
