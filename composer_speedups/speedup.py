@@ -149,17 +149,21 @@ class SpeedUp(Algorithm):
             self.on_event(event, state, logger)
         return None
 
-    def report(self, logger: Logger, count: int, nothing: str, **evidence: int | float | str | bool) -> None:
+    def report(
+        self, logger: Logger, count: int, nothing: str, already: bool = False, **evidence: int | float | str | bool
+    ) -> None:
         """Say what was changed: to the log, the loggers, and `evidence`. A `count` of 0 warns.
 
         Args:
             logger: Composer's logger.
             count: how many things were changed.
             nothing: the warning's text if `count` is 0: what was looked for and not found.
+            already: whether the model has had it before, as in an earlier Trainer: then a `count` of 0 says so instead.
             evidence: further facts worth a column in a table, such as an optimizer's class or a kernel's name.
         """
         self.evidence.update({"changed": count, **evidence})
         if count == 0:
+            nothing = "the model has it already" if already else nothing
             warnings.warn(NoEffectWarning(f"{self!r} changed nothing: {nothing}"), stacklevel=2)
         log.info("%r: %s", self, ", ".join(f"{k}={v}" for k, v in self.evidence.items()))
         logger.log_hyperparameters({f"{self.key()}/{k}": v for k, v in self.evidence.items()})

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "having",
     "hooked",
     "hooked_inside",
     "mix_in",
@@ -157,6 +158,18 @@ def stock_class(cls: type) -> type:
     """The class that `cls` was before `override_methods` and `mix_in` laid others over it."""
     layers = _layers(cls)
     return layers[-1][0] if layers else cls
+
+
+def having(model: torch.nn.Module, *kinds: type) -> bool:
+    """Whether a module in `model` has one of `kinds` already: as its class, mixed into it, or around a method.
+
+    >>> class Mine(torch.nn.Linear):
+    ...     pass
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    >>> having(model, Mine), swap_classes(model, {torch.nn.Linear: Mine}), having(model, Mine)
+    (False, 1, True)
+    """
+    return any(isinstance(m, kinds) or any(isinstance(wrap, kinds) for wrap in overrides(m)) for m in model.modules())
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

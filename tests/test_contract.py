@@ -239,6 +239,28 @@ def test_applied_twice_changes_nothing_more(key: str, trainer_for) -> None:
     assert [type(m) for m in model.modules()] == classes
 
 
+@pytest.mark.parametrize("key", ALL)
+def test_says_that_the_model_has_it_already(key: str, trainer_for, monkeypatch) -> None:
+    """In a second Trainer for the same model, which holds what it looks for no longer as it looks for it."""
+    cls = registry.speedup_class(key)
+    # What needs a GPU to compute is put in here all the same.
+    monkeypatch.setattr(cls, "unavailable", lambda self, device: None)
+    monkeypatch.setattr(importlib.import_module(cls.__module__), "_unavailable", lambda *_: None, raising=False)
+    model = HuggingFaceModel(bert(case(key).head), metrics=[], use_logits=True)
+    try:
+        first = trainer_for([make(key)], model, case(key).head)
+    except SpeedUpUnavailable as error:
+        pytest.skip(f"cannot even be put in here: {error}")
+    first.close()
+    again = make(key)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_for([again], model, case(key).head, optimizer=first.state.optimizers[0])
+    told = [str(w.message) for w in caught if issubclass(w.category, NoEffectWarning)]
+    assert bool(told) == (again.evidence.get("changed") == 0)
+    assert all("already" in text for text in told), told
+
+
 SLOTS = sorted({c.slot for c in map(registry.speedup_class, ALL) if c.slot})
 
 

@@ -45,7 +45,7 @@ from composer_speedups.errors import ConflictError
 from composer_speedups.families import BERT_LIKE, DISTILBERT, MODERNBERT, stack_of
 from composer_speedups.graphs import Graphs
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import mix_in
+from composer_speedups.surgery import having, mix_in
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
@@ -110,11 +110,8 @@ class CUDAGraphs(SpeedUp):
                 "cuda_graphs keeps the memory that gradient_checkpointing is there to save. Remove one of them"
             )
         count = apply_cuda_graphs(state.model, self.limit)
-        self.report(
-            logger,
-            count,
-            f"no layers of {', '.join(_FAMILIES)} (with unpadding) in the model, or they have them already",
-        )
+        nothing = f"no layers of {', '.join(_FAMILIES)} (with unpadding) in the model"
+        self.report(logger, count, nothing, already=having(state.model, _Graphed))
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         all_graphs = [graphs for m in state.model.modules() if (graphs := _GRAPHS.get(m)) is not None]

@@ -29,7 +29,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import swap_classes
+from composer_speedups.surgery import having, swap_classes
 
 __all__ = ["FastDropout", "apply_fast_dropout"]
 
@@ -71,7 +71,14 @@ class FastDropout(SpeedUp):
         count = apply_fast_dropout(state.model)
         active = sum(isinstance(m, _FastDropout) and m.p > 0 for m in state.model.modules())
         kernel = "C" if native() is not None else "PyTorch"
-        self.report(logger, count, "no torch.nn.Dropout in the model", active=active, bits_by=kernel)
+        self.report(
+            logger,
+            count,
+            "no torch.nn.Dropout in the model",
+            already=having(state.model, _FastDropout),
+            active=active,
+            bits_by=kernel,
+        )
 
 
 class _FastDropout(torch.nn.Dropout):

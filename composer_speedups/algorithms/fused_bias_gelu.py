@@ -41,7 +41,7 @@ from composer_speedups.joint_linear import only_linear
 from composer_speedups.kernels import bias_gelu as kernel
 from composer_speedups.kernels.tensors import compute_dtype, plain
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import hooked, mix_in, same_code
+from composer_speedups.surgery import having, hooked, mix_in, same_code
 
 __all__ = ["FusedBiasGELU", "apply_fused_bias_gelu"]
 
@@ -90,7 +90,14 @@ class FusedBiasGELU(SpeedUp):
         nothing = "no layer in the model is dense and activation as BERT's intermediate layer is"
         if others:
             nothing = f"the activation is {', '.join(sorted(set(others)))}, and the kernel's is the exact gelu"
-        self.report(logger, count, nothing, left_alone=len(others), kernel=by)
+        self.report(
+            logger,
+            count,
+            nothing,
+            already=having(state.model, _FusedIntermediate, _FusedFeedForward),
+            left_alone=len(others),
+            kernel=by,
+        )
 
 
 def _of_bert(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.families import CAUSAL, MASKED, has_head
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import override_methods, overrides, stock_class, stock_forward
+from composer_speedups.surgery import having, override_methods, overrides, stock_class, stock_forward
 
 __all__ = ["FusedCrossEntropy", "apply_fused_cross_entropy"]
 
@@ -94,7 +94,8 @@ class FusedCrossEntropy(SpeedUp):
         if self.reuse_logits and metrics is not None and metrics(is_train=True):
             raise SpeedUpUnavailable(f"{self!r}: train metrics need the logits. Leave reuse_logits out, or the metrics")
         count = apply_fused_cross_entropy(state.model, self.reuse_logits)
-        self.report(logger, count, "no Hugging Face language model whose forward and loss are known (see the card)")
+        nothing = "no Hugging Face language model whose forward and loss are known (see the card)"
+        self.report(logger, count, nothing, already=having(state.model, _FusedLoss))
 
 
 def _has_known_loss(model: PreTrainedModel) -> bool:

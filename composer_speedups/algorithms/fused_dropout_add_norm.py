@@ -46,7 +46,7 @@ from composer_speedups.joint_linear import only_linear
 from composer_speedups.kernels import dropout_add_norm as kernel
 from composer_speedups.kernels.tensors import plain
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import hooked, mix_in, same_code, stock_forward
+from composer_speedups.surgery import having, hooked, mix_in, same_code, stock_forward
 
 __all__ = ["FusedDropoutAddNorm", "apply_fused_dropout_add_norm"]
 
@@ -102,7 +102,9 @@ class FusedDropoutAddNorm(SpeedUp):
         count = apply_fused_dropout_add_norm(state.model)
         by = "Triton" if state.device._device.type == "cuda" else "C" if kernel.native() is not None else "PyTorch"
         nothing = "no block in the model ends in dropout, LayerNorm(x + residual) as BERT's, DistilBERT's or MPNet's do"
-        self.report(logger, count, nothing, kernel=by)
+        self.report(
+            logger, count, nothing, already=having(state.model, _FusedEnd, _FusedLayer, _FusedAttention), kernel=by
+        )
 
 
 def _pattern(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels.tensors import MAX_WIDTH, compute_dtype, shape_only
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import swap_classes
+from composer_speedups.surgery import having, swap_classes
 
 __all__ = ["FusedLayerNorm", "apply_fused_layer_norm"]
 
@@ -86,7 +86,14 @@ class FusedLayerNorm(SpeedUp):
             if plain
             else "no torch.nn.LayerNorm in the model"
         )
-        self.report(logger, count, nothing, backend=chosen, left_alone=plain - count)
+        self.report(
+            logger,
+            count,
+            nothing,
+            already=having(state.model, _FusedLayerNorm),
+            backend=chosen,
+            left_alone=plain - count,
+        )
 
 
 def _unavailable(backend: str, device: torch.device | None = None) -> str | None:

@@ -42,7 +42,7 @@ from composer_speedups.first_only import FirstOnly, first_of
 from composer_speedups.first_request import ask
 from composer_speedups.packed_modernbert import window_of
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import mix_in, stock_forward
+from composer_speedups.surgery import having, mix_in, stock_forward
 
 __all__ = ["LastLayerSubset", "apply_last_layer_subset"]
 
@@ -82,6 +82,7 @@ class LastLayerSubset(SpeedUp):
             count,
             f"no sequence classifier of {', '.join(UNPADDABLE)} with transformers' own forward in the model; other "
             "heads read every token",
+            already=having(state.model, _Owner),
         )
 
 

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import swap_classes
+from composer_speedups.surgery import having, swap_classes
 
 __all__ = ["LowPrecisionNorm", "apply_low_precision_norm"]
 
@@ -68,6 +68,7 @@ class LowPrecisionNorm(SpeedUp):
             logger,
             count,
             "no torch.nn.LayerNorm in the model",
+            already=having(state.model, _LowPrecisionLayerNorm),
             norm_class=_LowPrecisionLayerNorm.__name__,
             computes_in="the dtype of autocast" if autocast else "float32: the Trainer uses no autocast",
         )
