@@ -7,9 +7,11 @@ order, refusal of contradictions, a `repr` that evaluates back, and evidence of 
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
 import re
+import textwrap
 import warnings
 import weakref
 from abc import abstractmethod
@@ -24,7 +26,7 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.holds import WORK, Hold
+from composer_speedups.holds import WORK, Hold, IgnoredWarning
 
 __all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination", "conflict"]
 
@@ -76,6 +78,7 @@ class SpeedUp(Algorithm):
 
     _installed_in: weakref.ref[State] | None = None
     _hold: Hold | None = None
+    _loading: Hold | None = None
 
     @classmethod
     def key(cls) -> str:
@@ -134,13 +137,15 @@ class SpeedUp(Algorithm):
         hold.hold_for(state)
 
     def match(self, event: Event, state: State) -> bool:
-        held = self._hold is not None and (event in WORK or event is Event.AFTER_LOAD)
-        return event is Event.INIT or held or event in self.events
+        held = self._hold is not None and event in WORK
+        return event in (Event.INIT, Event.AFTER_LOAD) or held or event in self.events
 
     def apply(self, event: Event, state: State, logger: Logger) -> int | None:
         if event is Event.INIT:
             _install_all(self, state, logger)
             return None
+        if event is Event.AFTER_LOAD and self._loading is not None:
+            self._loading.restore()
         if self._hold is not None:
             if event is Event.AFTER_LOAD:
                 self.at_close(state, self._hold.restore)
@@ -228,12 +233,37 @@ def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
             raise SpeedUpUnavailable(f"{speedup!r} cannot be used here: {reason}")
         if (slow := speedup.too_slow(state.device._device)) is not None:
             log.warning("%r makes training slower here: %s", speedup, slow)
+    loading = _loads_without(waiting)
+    if waiting and loading is not None:
+        loading.hold_for(state)
     for speedup in waiting:
-        # Composer warns that an algorithm's state will not be restored when a checkpoint was saved without it.
-        # A speed-up has no state: that such a checkpoint loads is a promise, not a loss.
-        name = re.escape(type(speedup).__qualname__)
-        warnings.filterwarnings("ignore", message=f"{name} is not in the state_dict", category=UserWarning)
         speedup.evidence.clear()
-        speedup._hold = None
+        speedup._hold, speedup._loading = None, loading
         speedup._installed_in = weakref.ref(state)
         speedup.install(state, logger)
+
+
+def _loads_without(speedups: Sequence[SpeedUp]) -> IgnoredWarning | None:
+    """Until the checkpoint is loaded: no warning that `speedups`, which it was saved without, will not be restored.
+
+    A speed-up has no state: that such a checkpoint loads is a promise, not a loss. Composer warns of optimizers by the
+    same words elsewhere. That is a loss, and an optimizer's class may have a speed-up's name, as Adafactor and
+    AdamW8bit do.
+    """
+    names = "|".join(re.escape(type(speedup).__qualname__) for speedup in speedups)
+    line = _line_that_warns_of_algorithms()
+    if line is None:
+        return None
+    return IgnoredWarning(f"({names}) is not in the state_dict", re.escape(State.__module__), line)
+
+
+@cache
+def _line_that_warns_of_algorithms() -> int | None:
+    """Of the module of `State`; None where its code says it otherwise, or is not there to be read."""
+    try:
+        lines, first = inspect.getsourcelines(State.load_state_dict)
+    except OSError:
+        return None
+    calls = (node for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))) if isinstance(node, ast.Call))
+    found = [first + call.lineno - 1 for call in calls if "is not in the state_dict" in ast.unparse(call)]
+    return found[0] if found else None

@@ -7,8 +7,10 @@ a real BERT, on the CPU. Speed-ups that need a GPU are held to their clear error
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import doctest
+import gc
 import importlib
 import inspect
 import warnings
@@ -215,6 +217,33 @@ def test_autoresume_goes_on(key: str, trainer_for, tmp_path) -> None:
     assert int(rest.state.timestamp.batch) == 4
     for name, value in weights(whole).items():
         assert torch.equal(weights(rest)[name], value), f"{name} differs after autoresume"
+
+
+@pytest.mark.parametrize("key", ["adafactor", "adamw_8bit"])
+def test_an_optimizer_of_a_speed_ups_name_is_still_missed(key: str, trainer_for, tmp_path) -> None:
+    """Composer has the same words for both, but what a speed-up has no need of, an optimizer has lost."""
+    head, name = case(key).head, registry.speedup_class(key).__name__
+    trainer_for([], bert(head), head, save_folder=str(tmp_path), save_interval="2ba").fit()
+    load = {"load_path": str(tmp_path / "ep0-ba2-rank0.pt")}
+
+    def fast() -> torch.optim.Optimizer:
+        return trainer_for([make(key)], bert(head), head).state.optimizers[0]
+
+    optimizer = type(fast())
+    assert optimizer.__name__ == name
+    model = bert(head)
+    with pytest.warns(UserWarning, match=f"{name} is not in the state_dict"):
+        trainer_for([], model, head, optimizer=optimizer(model.parameters()), **load)
+    # While a Trainer with the speed-up loads, too; of the speed-up itself nothing is said.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        with contextlib.suppress(ConflictError):
+            trainer_for([make(key)], bert(head), head, **load)
+        gc.collect()
+        ours = [f for f in warnings.filters if f not in before and "state_dict" in str(f[1])]
+    assert [str(w.message).split()[0] for w in caught if "state_dict" in str(w.message)] == [name]
+    assert not ours, "a filter belongs to the process"
 
 
 # ---- 4. twice is once; contradictions

@@ -26,7 +26,6 @@ Source: https://pytorch.org/docs/stable/amp.html
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +37,7 @@ from composer.loggers import Logger
 from composer_speedups.arguments import check_choice
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.hardware import multiplies_bf16
+from composer_speedups.holds import IgnoredWarning
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import override_methods, overrides
 
@@ -119,7 +119,7 @@ class MixedPrecision(SpeedUp):
         if self.dtype == "fp16":
             # Where the first step overflows, the scaler skips it. PyTorch then warns that the schedule lost its first
             # value, which Composer's does not: it follows the batches.
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            self.keep(state, IgnoredWarning("Detected call of `lr_scheduler.step"))
         if state.device.name == "cpu":
             count = apply_mixed_precision(state.model, self.dtype)
             after = f"{before} outside the model, {self.dtype} autocast inside"

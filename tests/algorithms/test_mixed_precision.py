@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -186,6 +187,31 @@ def test_fp16_on_cpu_is_one_clear_error(make_trainer) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(SpeedUpUnavailable, match="fp16 needs a CUDA GPU"):
             apply_mixed_precision(torch.nn.Linear(2, 2), "fp16")
+
+
+def test_the_schedulers_warning_is_hidden_while_an_fp16_trainer_works(make_trainer, monkeypatch) -> None:
+    monkeypatch.setattr(MixedPrecision, "unavailable", lambda self, device: None)
+    monkeypatch.setattr(mixed_precision, "apply_mixed_precision", lambda model, dtype: 1)
+
+    def hidden() -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.warn("Detected call of `lr_scheduler.step()` before `optimizer.step()`", UserWarning)
+        return not caught
+
+    class Watch(Callback):
+        def batch_end(self, state, logger) -> None:
+            self.hidden = hidden()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        watch = Watch()
+        trainer = make_trainer([MixedPrecision("fp16")], callbacks=[watch])
+        assert hidden()
+        trainer.fit()
+        assert watch.hidden and not hidden()
+        trainer.close()
+        make_trainer([MixedPrecision("fp16")]).close()
+        assert not hidden()
 
 
 def test_fp16_left_on_the_cpu_of_a_gpu_machine(monkeypatch) -> None:
