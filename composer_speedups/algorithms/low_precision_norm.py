@@ -7,7 +7,8 @@ halves that traffic and saves the casts.
 **Numerics.** The output is rounded once to the autocast dtype. Mean and variance are still accumulated in
 float32 inside PyTorch's kernel. Without autocast nothing changes, bit for bit. On the CPU PyTorch's kernel sums the
 gradients of weight and bias in the low precision, over all tokens, which loses most of their digits; here they are
-summed in float32, and mean and deviation are kept in float32 for backward. Under `torch.compile` Inductor does so.
+summed in float32, and mean and deviation are kept in float32 for backward. Under `torch.compile` Inductor does so;
+under `torch.func` and for tensor subclasses PyTorch's kernel is as it is.
 
 **When it pays.** With `MixedPrecision` on a GPU in eager mode: norms are bound by memory traffic. Under
 `TorchCompile` the casts are fused away already and little is left to win. The residual stream becomes low
@@ -29,7 +30,7 @@ from composer.loggers import Logger
 from torch.autograd.function import once_differentiable
 
 from composer_speedups.algorithms.mixed_precision import low_precision_of
-from composer_speedups.kernels.tensors import shape_only
+from composer_speedups.kernels.tensors import plain, shape_only
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, swap_classes
 
@@ -82,7 +83,7 @@ class _LowPrecisionLayerNorm(torch.nn.LayerNorm):
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             x = input.to(dtype)
-            if device == "cpu" and self.bias is not None and not torch.compiler.is_compiling():
+            if device == "cpu" and self.bias is not None and plain(x) and not torch.compiler.is_compiling():
                 return _Float32Sums.apply(x, self.weight, self.bias, self.eps)
             weight, bias = (None if p is None else p.to(dtype) for p in (self.weight, self.bias))
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)

@@ -138,3 +138,27 @@ def test_warns_when_nothing_to_replace(make_trainer) -> None:
     model = ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
     with pytest.warns(NoEffectWarning, match=r"no torch\.nn\.LayerNorm"):
         make_trainer([LowPrecisionNorm()], model=model)
+
+
+def test_works_under_torch_func() -> None:
+    """As the stock norm does; in the low precision, too, and with PyTorch's own sums."""
+    model, x = torch.nn.Sequential(torch.nn.LayerNorm(8)), torch.randn(3, 8)
+    apply_low_precision_norm(model)
+    seen = []
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        out = torch.func.functional_call(model, parameters, (x,))
+        seen.append(out.dtype)
+        return (out * torch.arange(8)).sum()
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).mul(torch.arange(8)).sum().backward()
+        found = torch.func.grad(loss)(parameters, x)
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
+    assert set(seen) == {torch.bfloat16}
+    for name, p in model.named_parameters():
+        # Three rows of terms up to 14, rounded and summed in bf16.
+        bound = 4 * torch.finfo(torch.bfloat16).eps * 14
+        torch.testing.assert_close(found[name], p.grad, rtol=0, atol=bound)
+        torch.testing.assert_close(each[name].sum(0), p.grad, rtol=0, atol=bound)
