@@ -16,10 +16,11 @@ model keeps with it and without. `every=2` recomputes every second block: half t
 
 **Needs.** A model with a list of equal blocks: any Hugging Face encoder or decoder, or your own; of several lists the
 one with the most parameters. It is `torch.utils.checkpoint` without re-entrance, so DDP, frozen weights and
-accumulation work as ever; transformers' own checkpointing is refused beside it. Hooks inside a
-block run twice. A decoder's cache of keys and values is left out in training, as it would be filled twice; blocks
-called in evaluation with a cache are not checkpointed. A block may not change anything outside itself. Under
-`TorchCompile(scope="block")` the compiled block is run twice; under `scope="model"` the compiler recomputes.
+accumulation work as ever; transformers' own checkpointing is refused beside it, at the start of each `fit`, too: in a
+loop of your own, do not switch it on later, as blocks would be computed three times. Hooks inside a block run twice. A
+decoder's cache of keys and values is left out in training, as it would be filled twice; blocks called in evaluation
+with a cache are not checkpointed. A block may not change anything outside itself. Under `TorchCompile(scope="block")`
+the compiled block is run twice; under `scope="model"` the compiler recomputes.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174.
 """
@@ -31,7 +32,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from composer.core import State
+from composer.core import Event, State
 from composer.loggers import Logger
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
@@ -64,12 +65,7 @@ def apply_gradient_checkpointing(model: torch.nn.Module, every: int = 1) -> int:
     (3, 0)
     """
     check_count("every", every)
-    if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        own = own_checkpointing()
-        raise ConflictError(
-            f"gradient_checkpointing and the model's own {own}_enable() would recompute every block "
-            f"twice. Call model.{own}_disable(), or remove the speed-up"
-        )
+    _refuse_own(model)
     blocks = [block for block in repeated_blocks(model)[::every] if not isinstance(block, _Checkpointed)]
     for block in blocks:
         mix_in(_Checkpointed, block)
@@ -88,6 +84,7 @@ class GradientCheckpointing(SpeedUp):
 
     stage = Stage.RECOMPUTE
     for_memory = True
+    events = frozenset({Event.FIT_START})
 
     def __init__(self, every: int = 1) -> None:
         self.every = check_count("every", every)
@@ -103,6 +100,18 @@ class GradientCheckpointing(SpeedUp):
         done = bool(blocks) and isinstance(blocks[0], _Checkpointed)
         nothing = "its blocks are checkpointed already" if done else "no list of equal blocks in the model"
         self.report(logger, count, nothing, blocks=len(blocks))
+
+    def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        _refuse_own(state.model)  # again: it may have been switched on since
+
+
+def _refuse_own(model: torch.nn.Module) -> None:
+    if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        own = own_checkpointing()
+        raise ConflictError(
+            f"gradient_checkpointing and the model's own {own}_enable() would recompute every block "
+            f"twice. Call model.{own}_disable(), or remove the speed-up"
+        )
 
 
 class _Checkpointed:

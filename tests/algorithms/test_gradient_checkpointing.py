@@ -304,6 +304,18 @@ def test_twice_by_another_way_is_refused(make_trainer) -> None:
     assert apply_gradient_checkpointing(model) == 2
 
 
+def test_twice_by_another_way_is_refused_when_that_comes_later(make_trainer) -> None:
+    model = bert()
+    trainer = make_trainer([GradientCheckpointing()], model=HuggingFaceModel(model))
+    stock_checkpointing(model)
+    with pytest.raises(ConflictError, match="_checkpointing_disable") as refused:
+        trainer.fit()
+    assert trainer.state.timestamp.batch == 0
+    getattr(model, str(refused.value).split("Call model.")[1].split("()")[0])()
+    trainer.fit()
+    assert trainer.state.timestamp.batch > 0
+
+
 def test_applied_again_says_so(make_trainer) -> None:
     model = bert()
     apply_gradient_checkpointing(model)
