@@ -24,6 +24,8 @@ hash has the multipliers of Chris Wellons' lowbias32.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from composer.core import State
 from composer.loggers import Logger
@@ -32,6 +34,8 @@ from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, swap_classes
 
 __all__ = ["FastDropout", "apply_fast_dropout"]
+
+log = logging.getLogger("composer_speedups")
 
 
 def apply_fast_dropout(model: torch.nn.Module) -> int:
@@ -79,6 +83,8 @@ class FastDropout(SpeedUp):
             active=active,
             bits_by=kernel,
         )
+        if count and not active:  # somebody may raise it later
+            log.warning("%r has nothing to draw: every dropout in the model has the rate 0", self)
 
 
 class _FastDropout(torch.nn.Dropout):

@@ -21,6 +21,7 @@ Source: Composer's LowPrecisionLayerNorm, which looks at CUDA autocast only, and
 
 from __future__ import annotations
 
+import logging
 from itertools import islice
 
 import torch
@@ -35,6 +36,8 @@ from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, swap_classes
 
 __all__ = ["LowPrecisionNorm", "apply_low_precision_norm"]
+
+log = logging.getLogger("composer_speedups")
 
 
 def apply_low_precision_norm(model: torch.nn.Module) -> int:
@@ -73,6 +76,8 @@ class LowPrecisionNorm(SpeedUp):
             norm_class=_LowPrecisionLayerNorm.__name__,
             computes_in="the dtype of autocast" if autocast else "float32: the Trainer uses no autocast",
         )
+        if count and not autocast:  # the model may open one itself
+            log.warning("%r leaves norms in float32: the Trainer uses no autocast. Add MixedPrecision", self)
 
 
 class _LowPrecisionLayerNorm(torch.nn.LayerNorm):

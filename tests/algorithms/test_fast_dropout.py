@@ -125,6 +125,14 @@ def test_works_inside_a_trainer_and_repeats(make_trainer) -> None:
     assert torch.equal(*weights)
 
 
+def test_says_that_there_is_nothing_to_drop(make_trainer, tiny_bert, caplog) -> None:
+    for module in tiny_bert.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    make_trainer([FastDropout()], model=HuggingFaceModel(tiny_bert, use_logits=True))
+    assert "every dropout in the model has the rate 0" in caplog.text
+
+
 def test_refused_beside_a_gpu() -> None:
     assert FastDropout().unavailable(torch.device("cpu")) is None
     assert "remove it" in FastDropout().unavailable(torch.device("cuda"))

@@ -119,17 +119,19 @@ def test_twice_is_once(tiny_bert: torch.nn.Module) -> None:
     assert apply_low_precision_norm(tiny_bert) == 0
 
 
-def test_works_inside_a_trainer(make_trainer) -> None:
+def test_works_inside_a_trainer(make_trainer, caplog) -> None:
     algorithm = LowPrecisionNorm()
     make_trainer([algorithm, MixedPrecision("bf16")]).fit()
     assert algorithm.evidence["changed"] == 5
     assert algorithm.evidence["computes_in"] == "the dtype of autocast"
+    assert "leaves norms in float32" not in caplog.text
 
 
-def test_says_where_it_finds_no_autocast(make_trainer) -> None:
+def test_says_where_it_finds_no_autocast(make_trainer, caplog) -> None:
     algorithm = LowPrecisionNorm()
     make_trainer([algorithm])
     assert algorithm.evidence["computes_in"] == "float32: the Trainer uses no autocast"
+    assert "leaves norms in float32: the Trainer uses no autocast. Add MixedPrecision" in caplog.text
 
 
 def test_warns_when_nothing_to_replace(make_trainer) -> None:
