@@ -221,7 +221,7 @@ class SuiteFields(_Fields):
     """Recipes to be compared.
 
     Attributes:
-        description: a line or two; shown above the table.
+        description: a line or two, for who reads the file.
         baseline: the recipe against which speed-ups are counted.
         recipes: names, or paths relative to the suite's file, in the order of the table.
         overrides: changes to every recipe, in a recipe's own form.

@@ -1,8 +1,9 @@
 """`SpeedUp`: what every algorithm of this package has in common.
 
-A speed-up is a Composer `Algorithm` whose work happens once, at `Event.INIT`, before Composer builds
-schedulers, GradScaler and DDP around model and optimizer. The base class gives it: the right place in the
-order, refusal of contradictions, a `repr` that evaluates back, and evidence of what it changed.
+A speed-up is a Composer `Algorithm` that changes model and optimizer once, at `Event.INIT`, before Composer builds
+schedulers, GradScaler and DDP around them; what is about batches waits for `Event.FIT_START`, when they are there. The
+base class gives it: the right place in the order, refusal of contradictions, a `repr` that evaluates back, and evidence
+of what it changed.
 """
 
 from __future__ import annotations

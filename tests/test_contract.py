@@ -426,6 +426,22 @@ def test_has_card_function_test_and_recipe(key: str) -> None:
     assert key in used, f"no recipe uses {key}"
 
 
+@pytest.mark.parametrize("key", ALL)
+def test_every_argument_is_explained(key: str) -> None:
+    cls, function = registry.speedup_class(key), registry.function(key)
+    said = inspect.getdoc(cls)
+    missing = [name for name in cls.parameters() if f"\n    {name}: " not in said]
+    assert not missing, f"Args of {cls.__name__}'s docstring lacks {missing}"
+    said, names = inspect.getdoc(function), list(inspect.signature(function).parameters)
+    if f"The arguments are those of `{cls.__name__}`" in said.replace("\n", " "):
+        assert set(names) - {"model"} <= set(cls.parameters())
+        return
+    # What is changed, the first of them, needs no line of its own where the first sentence names it.
+    own = [name for name in names if name != names[0] or f"`{name}`" not in said]
+    missing = [name for name in own if f"\n    {name}: " not in said]
+    assert not missing, f"the docstring of {function.__name__} lacks {missing}"
+
+
 def documented_modules() -> list[str]:
     names = []
     for path in sorted((ROOT / "composer_speedups").rglob("*.py")):

@@ -1,6 +1,6 @@
 """Run things in fresh processes, and tell how each of them ended, whatever it did.
 
->>> with Isolation("operator:itemgetter") as isolation:  # doctest: +SKIP
+>>> with Isolation("my_package.my_module:train") as isolation:  # doctest: +SKIP
 ...     outcome = isolation.run({"recipe": "fp32"}, timeout=60)
 """
 

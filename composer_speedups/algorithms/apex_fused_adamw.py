@@ -55,6 +55,9 @@ def apply_apex_fused_adamw(optimizer: Optimizer) -> int:
 class ApexFusedAdamW(OptimizerSpeedUp):
     """Apply `apply_apex_fused_adamw` at `Event.INIT`.
 
+    Args:
+        no_decay_on_bias_and_norm: take the weight decay off parameters of fewer than two dimensions.
+
     >>> ApexFusedAdamW()
     ApexFusedAdamW(no_decay_on_bias_and_norm=False)
     """

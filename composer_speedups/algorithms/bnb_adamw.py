@@ -50,6 +50,9 @@ def apply_bnb_adamw(optimizer: Optimizer) -> int:
 class BnbAdamW(OptimizerSpeedUp):
     """Apply `apply_bnb_adamw` at `Event.INIT`.
 
+    Args:
+        no_decay_on_bias_and_norm: take the weight decay off parameters of fewer than two dimensions.
+
     >>> BnbAdamW()
     BnbAdamW(no_decay_on_bias_and_norm=False)
     """

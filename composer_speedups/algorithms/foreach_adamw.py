@@ -44,6 +44,9 @@ def apply_foreach_adamw(optimizer: Optimizer) -> int:
 class ForeachAdamW(OptimizerSpeedUp):
     """Apply `apply_foreach_adamw` at `Event.INIT`, and hold it after a checkpoint is loaded.
 
+    Args:
+        no_decay_on_bias_and_norm: take the weight decay off parameters of fewer than two dimensions.
+
     >>> ForeachAdamW()
     ForeachAdamW(no_decay_on_bias_and_norm=False)
     """

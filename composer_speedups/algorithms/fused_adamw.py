@@ -47,6 +47,9 @@ def apply_fused_adamw(optimizer: Optimizer) -> int:
 class FusedAdamW(OptimizerSpeedUp):
     """Apply `apply_fused_adamw` at `Event.INIT`, and hold it after a checkpoint is loaded.
 
+    Args:
+        no_decay_on_bias_and_norm: take the weight decay off parameters of fewer than two dimensions.
+
     >>> FusedAdamW(no_decay_on_bias_and_norm=True)
     FusedAdamW(no_decay_on_bias_and_norm=True)
     """

@@ -10,7 +10,8 @@ bits are hashed again.
 `LowPrecisionNorm` does, but the sum before the norm stays in float32, as do weight, biases, mean and variance. Without
 autocast the result differs from PyTorch's by float32 rounding. Masks are those of `FastDropout`: a multiple of 1/65536
 is dropped, the scale is exact for it; keys come from PyTorch's generator of the device, so that seeds and gradient
-checkpointing repeat bit for bit. A dropped NaN or infinity becomes 0. Gradients are summed in a fixed order.
+checkpointing repeat bit for bit. A dropped NaN or infinity becomes 0. Gradients are summed in a fixed order; there
+are no second derivatives (gradient penalties).
 
 **When it pays.** On the CPU in bf16: 2.6 ms where PyTorch takes 15.9, and `FastDropout` with `LowPrecisionNorm` 3.5,
 for 6,144 x 256, forward and backward, without the bias (`benchmarks/results/2026-11-24_cpu_limits_3`); less in float32.

@@ -45,7 +45,7 @@ def apply_fused_layer_norm(model: torch.nn.Module, backend: str = "auto") -> int
     """Let every plain `nn.LayerNorm` in `model` run as one fused kernel, in place; return how many.
 
     Parameters stay the same objects. An input that is not on a CUDA device, or not in float32, float16 or
-    bfloat16, is computed by PyTorch as before.
+    bfloat16, is computed by PyTorch as before. The arguments are those of `FusedLayerNorm`.
 
     Raises:
         SpeedUpUnavailable: there is no CUDA device, or not the backend that was asked for.

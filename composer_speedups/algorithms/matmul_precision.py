@@ -41,7 +41,8 @@ PRECISIONS = ("highest", "high", "medium")
 def apply_matmul_precision(precision: str) -> PrecisionHold:
     """Set the precision of float32 products, matmul and cuDNN, for the process; returns what undoes it.
 
-    Use the result in a `with` statement, call its `restore()`, or ignore it to leave the setting on.
+    Use the result in a `with` statement, call its `restore()`, or ignore it to leave the setting on. The arguments are
+    those of `MatmulPrecision`.
 
     >>> import torch
     >>> before = torch.get_float32_matmul_precision()

@@ -52,7 +52,7 @@ def apply_mixed_precision(model: torch.nn.Module, dtype: str) -> int:
 
     `forward`, and of a `ComposerModel` also `loss`, `eval_forward` and `update_metric`. In a bare loop, fp16
     needs a `torch.amp.GradScaler` beside it, and a loss computed outside the model takes its outputs in the
-    low precision.
+    low precision. The arguments are those of `MixedPrecision`.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))

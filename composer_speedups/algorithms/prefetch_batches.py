@@ -39,6 +39,10 @@ def apply_prefetch_batches(dataloader: DataLoader, device: torch.device | str) -
 
     Sampler, workers and length stay; so does the object, but for its class.
 
+    Args:
+        dataloader: changed in place; with `num_workers` of 1 or more.
+        device: where the batches are to be.
+
     Returns:
         1, or 0 if it is done already, or `dataloader` is none of torch's with workers.
 

@@ -62,7 +62,7 @@ def apply_torch_compile(
     """Compile `model`, or its repeated block, in place; return how many modules compile when first called.
 
     The modules stay what they are, so that `state_dict` keys are untouched. A model of which a part is
-    compiled already is left alone.
+    compiled already is left alone. The arguments are those of `TorchCompile`.
 
     >>> import torch
     >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

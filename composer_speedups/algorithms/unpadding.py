@@ -119,6 +119,9 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
 class Unpadding(SpeedUp):
     """Apply `apply_unpadding` at `Event.INIT`; count each batch's tokens while it is on the host.
 
+    Args:
+        multiple_of: the packed tokens of a batch are filled up to a multiple of this, as far as there is padding.
+
     >>> Unpadding()
     Unpadding(multiple_of=64)
     """
