@@ -14,21 +14,26 @@ import torch
 
 __all__ = ["ask", "asked_for_first", "with_request"]
 
-# Not a `ContextVar`, which no version can set in compiled code; for the same reason no class with a default.
-_here = threading.local()
-_here.layer = None  # there from the start, as the compiler would take None and nothing for two cases
+
+class _Request(threading.local):
+    """Which layer is asked: each thread's own. Not a `ContextVar`, which cannot be set in compiled code."""
+
+    def __init__(self) -> None:
+        self.layer: torch.nn.Module | None = None  # of every thread, as the compiler would take nothing for a new case
+
+
+_here = _Request()
 
 
 def ask(layer: torch.nn.Module | None) -> torch.nn.Module | None:
     """Ask `layer`, or none, for first tokens; return which was asked before, to be asked again afterwards."""
-    before = getattr(_here, "layer", None)
-    _here.layer = layer
+    before, _here.layer = _here.layer, layer
     return before
 
 
 def asked_for_first(layer: torch.nn.Module) -> bool:
     """Whether `layer` computes each row's first token only, when it is called now, here."""
-    return getattr(_here, "layer", None) is layer
+    return _here.layer is layer
 
 
 def with_request(layer: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -528,8 +528,8 @@ def test_blocks_that_end_in_a_kernel_may_be_made_later(unpadded: bool) -> None:
     assert seen == [5]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_compiled_without_breaks_for_whoever_asks(threads: int) -> None:
+def test_compiled_without_breaks_for_whoever_asks() -> None:
+    """And once for all threads. (PyTorch 2.11 crashes where one that is not the first compiles; here none does.)"""
     from torch._dynamo.utils import counters
 
     stock, inputs = make(), batch()
@@ -537,18 +537,20 @@ def test_compiled_without_breaks_for_whoever_asks(threads: int) -> None:
     apply_last_layer_subset(fast)
     fast.compile(backend="aot_eager", fullgraph=True)
     encoder = torch.compile(fast.bert.forward, backend="aot_eager", fullgraph=True)
-    ids = inputs["input_ids"]
-    counters.clear()
+    ids, encoded = inputs["input_ids"], stock.bert(inputs["input_ids"])[0]
 
     def call() -> None:
         for _ in range(2):
             torch.testing.assert_close(fast(**inputs).logits, stock(**inputs).logits, rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(encoder(ids)[0], stock.bert(ids)[0], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(encoder(ids)[0], encoded, rtol=1e-10, atol=1e-10)
 
-    for _ in range(threads):
-        in_threads(call)
+    torch._dynamo.reset()
+    counters.clear()
     call()
-    assert not counters["graph_break"]
+    graphs = counters["stats"]["unique_graphs"]
+    in_threads(call)
+    in_threads(call)
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
     torch._dynamo.reset()
 
 
