@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from composer_speedups import hardware
-from composer_speedups.errors import ConflictError, UserError
+from composer_speedups.errors import ConflictError, TaskError, UserError
 from composer_speedups.recipes import check_speedups
+from composer_speedups.tasks.inputs import changed
 
 __all__ = ["PRELOAD", "survey", "train"]
 
@@ -75,10 +76,13 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     """Train `payload["recipe"]` with `payload["seed"]`; return `RunResult` as plain data.
 
     `payload["inspect"]`: also look where the time of a step and the memory go, when all is measured.
+    `payload["inputs"]`: marks of what the run reads, which must be there still.
     """
     from composer_speedups.recipes import Recipe
     from composer_speedups.training import run
 
+    if path := changed(payload.get("inputs") or {}):
+        raise TaskError(f"{path} has changed since the study began: put back what it held, or choose another --out")
     recipe = Recipe.model_validate(payload["recipe"])
     result = run(
         recipe,

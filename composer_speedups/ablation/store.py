@@ -11,14 +11,15 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from composer_speedups.ablation.database import SEAL, Database, StoreError, dump, run_digest
 from composer_speedups.ablation.owner import is_dead, this_process
 from composer_speedups.ablation.plan import PlannedRun
+from composer_speedups.tasks.inputs import Mark
 
 __all__ = ["DONE", "LEASE_SECONDS", "Run", "Store", "StoreError"]
 
@@ -71,33 +72,48 @@ class Store:
 
     # --- The study ---
 
-    def begin(self, study: dict[str, Any], recipes: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Record what is studied; if the store holds a study already, it must be the same one.
+    def begin(
+        self,
+        study: dict[str, Any],
+        recipes: Sequence[tuple[str, dict[str, Any]]],
+        inputs: Mapping[str, Mark] | None = None,
+    ) -> None:
+        """Record what is studied; if the store holds a study already, it must be the same one, on the same inputs.
 
         Args:
             study: facts such as `name` and `baseline`.
             recipes: name and resolved recipe, in the order of the table.
+            inputs: what the recipes read from the disk, by path. A store made before these were kept has none.
         """
+        now = dict(inputs or {})
         with self._file.write() as db:
-            stored = self.recipes()
+            stored, known = self.recipes(), self.inputs()
             if not stored:
                 rows = [(name, n, dump(recipe)) for n, (name, recipe) in enumerate(recipes)]
                 db.executemany("INSERT INTO recipes VALUES (?, ?, ?)", rows)
                 db.executemany("INSERT INTO study VALUES (?, ?)", [(k, dump(v)) for k, v in study.items()])
-                self._file.seal()
+                self._keep(db, now)
                 return
             difference = _difference(stored, {name: json.loads(dump(r)) for name, r in recipes})
             before = self.study().get("baseline")
             if not difference and before != study.get("baseline"):
                 difference = f"its baseline is {before}"
+            if other := [path for path, mark in now.items() if path in known and known[path].content != mark.content]:
+                difference = difference or f"{other[0]} has changed since it began"
             if difference:
                 raise StoreError(
                     f"{self.path.parent} holds another study: {difference}. Choose another --out, or remove that folder"
                 )
+            if now:
+                self._keep(db, known | now)
 
     def study(self) -> dict[str, Any]:
         rows = self._db.execute("SELECT key, value FROM study WHERE key != ?", (SEAL,)).fetchall()
         return {key: json.loads(value) for key, value in rows}
+
+    def inputs(self) -> dict[str, Mark]:
+        """What the study's runs read from the disk, by path, as it is to stay."""
+        return {path: Mark(**facts) for path, facts in self.study().get("inputs", {}).items()}
 
     def note(self, **facts: Any) -> None:
         """Add facts to the study, or change them."""
@@ -247,6 +263,11 @@ class Store:
         return self._file.log(run)
 
     # --- Inside ---
+
+    def _keep(self, db: sqlite3.Connection, inputs: Mapping[str, Mark]) -> None:
+        facts = {path: asdict(mark) for path, mark in inputs.items()}
+        db.execute("INSERT OR REPLACE INTO study VALUES (?, ?)", ("inputs", dump(facts)))
+        self._file.seal()
 
     def _void_dead_claims(self, db: sqlite3.Connection) -> None:
         query = "SELECT id, owner, claimed_until FROM runs WHERE status = 'running'"

@@ -26,6 +26,7 @@ from composer_speedups.ablation.store import DONE, LEASE_SECONDS, Run, Store, St
 from composer_speedups.ablation.terminal import make_console, terminal_table
 from composer_speedups.ablation.words import notes
 from composer_speedups.errors import UserError
+from composer_speedups.tasks.inputs import data_of, marks, model_of
 
 __all__ = ["TIMEOUT", "Entries", "Settings", "Study", "StudyResult", "plan_study", "run_study", "show_findings"]
 
@@ -93,7 +94,8 @@ class Study:
         recipes = {recipe.name: recipe.to_dict() for recipe in self.recipes}
         baseline = self.baseline or next(iter(recipes))
         about = {"name": self.name, "baseline": baseline, "command": self.command, "created": time.time()}
-        store.begin(about, list(recipes.items()))
+        read = {path: kind for r in recipes.values() for path, kind in (model_of(r) | data_of(r)).items()}
+        store.begin(about, list(recipes.items()), marks(read))
         if self.command:
             store.note(command=self.command)  # the latest: it may ask for more seeds than the first did
         # The order of the baseline comes first: everything is compared with it.
@@ -368,10 +370,13 @@ class _Work:
 
         # Once a recipe is enough: where time and memory go does not depend on the seed.
         looked = any(r.recipe == run.recipe and r.result.get("memory") for r in runs)
+        recipe = self.recipes[run.recipe]
+        known = self.store.inputs()
         payload = {
-            "recipe": self.recipes[run.recipe],
+            "recipe": recipe,
             "seed": run.seed,
             "inspect": self.settings.inspect and not looked,
+            "inputs": {path: known[path] for path in data_of(recipe) | model_of(recipe) if path in known},
         }
         try:
             outcome = self.isolation.run(payload, timeout=self._time_limit(), report=display.progress, tick=tick)

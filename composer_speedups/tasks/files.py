@@ -13,7 +13,7 @@ from typing import Any, Literal
 from composer_speedups.errors import TaskError
 from composer_speedups.tasks.texts import Texts
 
-__all__ = ["fingerprint", "read"]
+__all__ = ["fingerprint", "read", "sources"]
 
 Part = Literal["train", "evaluation"]
 # text, label, part (None where the data does not say)
@@ -30,6 +30,12 @@ def fingerprint(path: str) -> list[list[str | int]]:
     root = _existing(path)
     files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
     return [[str(f), (stat := f.stat()).st_size, stat.st_mtime_ns] for f in files]
+
+
+def sources(folder: Path) -> list[Path]:
+    """The files of `folder` that `read` reads: its tables, or if there are none the documents of its class folders."""
+    tables = sorted(f for f in folder.rglob("*") if f.suffix.lower() in _TABLES and f.is_file())
+    return tables or sorted(f for f in folder.rglob("*.txt") if len(f.relative_to(folder).parts) >= 2)
 
 
 def read(
@@ -115,22 +121,21 @@ def _rows(path: Path, text: str, label: str | None, split: str | None) -> Iterat
     if path.is_file():
         yield from _table(path, text, label, split, None)
         return
-    tables = sorted(f for f in path.rglob("*") if f.suffix.lower() in _TABLES and f.is_file())
-    if tables:
-        for file in tables:
+    found = sources(path)
+    if not found:
+        raise TaskError(
+            f"folder {str(path)!r} holds neither {', '.join(_TABLES)} files nor class folders with .txt files: "
+            "give the folder that does"
+        )
+    if found[0].suffix.lower() in _TABLES:
+        for file in found:
             part = _part(file.relative_to(path).parts)
             if part != "unlabelled":
                 yield from _table(file, text, label, split, part)
             elif label is None:
                 yield from _table(file, text, None, split, None)
         return
-    documents = sorted(f for f in path.rglob("*.txt") if len(f.relative_to(path).parts) >= 2)
-    if not documents:
-        raise TaskError(
-            f"folder {str(path)!r} holds neither {', '.join(_TABLES)} files nor class folders with .txt files: "
-            "give the folder that does"
-        )
-    for file in documents:
+    for file in found:
         folders = file.relative_to(path).parts[:-1]
         part = _part(folders)
         if part == "unlabelled" and label is not None:

@@ -28,6 +28,8 @@ class Recipe:
     seed: int = 17
     diary: str | None = None  # a folder in which every run leaves a file when it ends well
     published: dict[str, Any] | None = field(default=None)
+    task: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self)) | {"learning_rate": 1e-4, "duration": "4ba"}

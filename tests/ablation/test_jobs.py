@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from composer_speedups import hardware
-from composer_speedups.ablation.jobs import survey
+from composer_speedups.ablation.jobs import survey, train
 from composer_speedups.algorithms import mixed_precision
+from composer_speedups.errors import TaskError
 from composer_speedups.recipes import Recipe, load_recipe
+from composer_speedups.tasks.inputs import data_of, marks
 
 
 def look(*recipes: Recipe, planned: bool = False) -> dict:
@@ -54,3 +56,13 @@ def test_a_peak_that_cannot_be_measured_is_told(monkeypatch):
     recipe = load_recipe("demo/fp32", check_arguments=False)
     found = survey({"recipes": [recipe], "peaks": {recipe.name: "fp32"}}, print)
     assert found["peaks"] == {} and found["unmeasured"] == {"fp32": "no such product"}
+
+
+def test_a_run_does_not_read_what_changed_since_the_study_began(tmp_path):
+    (tmp_path / "mine.csv").write_text("text,label\n" + "one of them,a\nand the other,b\n" * 40)
+    overrides = [f"task={{name: text, path: {tmp_path / 'mine.csv'}}}", "duration=1ba", "schedule.warmup=0ba"]
+    recipe = load_recipe("demo/fp32", overrides).to_dict()
+    payload = {"recipe": recipe, "seed": 1, "inputs": marks(data_of(recipe))}
+    (tmp_path / "mine.csv").write_text("text,label\n" + "one of them,b\nand the other,a\n" * 40)
+    with pytest.raises(TaskError, match=r"mine\.csv has changed since the study began.*or choose another --out"):
+        train(payload, print)

@@ -18,10 +18,12 @@ import fakes
 import pytest
 from rich.console import Console
 
+from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.store import Store, StoreError
 from composer_speedups.ablation.study import Settings, Study, run_study
 from composer_speedups.errors import UserError
+from composer_speedups.tasks.inputs import changed
 
 SCRIPT = """
 import json, sys
@@ -294,6 +296,64 @@ def test_another_study_is_refused(tmp_path: Path):
     with pytest.raises(StoreError, match="another study: it lacks fast"):
         study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")])
     assert (tmp_path / "runs.sqlite").read_bytes() == content
+
+
+def test_a_study_whose_data_changed_is_another_study(tmp_path: Path):
+    """The path in the recipe is the same; what is there is not, and medians over both would mean nothing."""
+    data, folder, out = tmp_path / "mine.csv", tmp_path / "model", tmp_path / "out"
+    folder.mkdir()
+    data.write_text("text,label\none,a\n")
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"1")
+    made = {"task": {"path": str(data)}, "model": {"name": str(folder)}}
+    recipes = [fakes.Recipe("base", **made), fakes.Recipe("fast", **made)]
+    study(out, recipes, [1])
+    os.utime(data, (1, 1))  # the same, fetched anew
+    result, _ = study(out, recipes, [1, 2])
+    assert [run.status for run in result.findings.runs] == ["ok"] * 4
+    content = (out / "runs.sqlite").read_bytes()
+    for file, other in ((data, b"text,label\ntwo,a\n"), (folder / "model.safetensors", b"2")):
+        before = file.read_bytes()
+        file.write_bytes(other)
+        path = file if file == data else folder
+        with pytest.raises(StoreError, match=rf"holds another study: {path} has changed.*Choose another --out"):
+            study(out, recipes, [1, 2, 3])
+        file.write_bytes(before)
+    assert (out / "runs.sqlite").read_bytes() == content
+    data.unlink()  # no run can mix anything with it, and a run will say that it is not there
+    assert "Nothing left to run" in study(out, recipes, [1, 2])[1]
+
+
+def test_a_study_from_before_inputs_were_kept_goes_on(tmp_path: Path):
+    (tmp_path / "mine.csv").write_text("text,label\none,a\n")
+    recipes = [fakes.Recipe("base", task={"path": str(tmp_path / "mine.csv")})]
+    with Store(tmp_path / "out" / "runs.sqlite") as store:
+        store.begin({"name": "study", "baseline": "base"}, [(r.name, r.to_dict()) for r in recipes])
+        assert store.inputs() == {}
+    assert study(tmp_path / "out", recipes, [1])[0].findings.rows[0]["seeds"] == [1]
+    (tmp_path / "mine.csv").write_text("text,label\ntwo,a\n")
+    with pytest.raises(StoreError, match=r"mine\.csv has changed since it began"):
+        study(tmp_path / "out", recipes, [1, 2])
+
+
+def test_each_run_is_told_what_its_data_was(tmp_path: Path):
+    asked = []
+
+    class Watched(Isolation):
+        def run(self, payload, **options):
+            asked.append(payload)
+            return super().run(payload, **options)
+
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.csv").write_text(name)
+    recipes = [fakes.Recipe(name, task={"path": str(tmp_path / f"{name}.csv")}) for name in ("one", "two")]
+    with Watched(fakes.ENTRIES.train, fakes.ENTRIES.preload) as isolation:
+        run_study(Study(recipes, [1], tmp_path / "out"), Settings(entries=fakes.ENTRIES), isolation=isolation)
+    told = {p["recipe"]["name"]: p["inputs"] for p in asked if "seed" in p}
+    assert {name: list(inputs) for name, inputs in told.items()} == {r.name: [r.task["path"]] for r in recipes}
+    assert changed(told["one"]) is None
+    (tmp_path / "one.csv").write_text("two")
+    assert changed(told["one"]) == str(tmp_path / "one.csv") and changed(told["two"]) is None
 
 
 @pytest.mark.parametrize("damage", ["text", "truncated", "overwritten", "edited", "foreign", "directory"])
