@@ -30,6 +30,7 @@ from composer_speedups import __version__
 from composer_speedups.checkpoint_files import Damaged, Unsafe, read_file
 from composer_speedups.errors import CheckpointError, UserError
 from composer_speedups.files import lock
+from composer_speedups.tasks.inputs import data_of, marks
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -74,7 +75,10 @@ class Checkpoints:
 
     def __init__(self, save: Path, recipe: Recipe, seed: int) -> None:
         self.folder = save / "checkpoints"
-        self.facts = {key: value for key, value in recipe.to_dict().items() if key in _SAME} | {"seed": seed}
+        said = recipe.to_dict()
+        self.facts = {key: value for key, value in said.items() if key in _SAME} | {"seed": seed}
+        # Not of the model's folder: the weights are the checkpoint's, and their shapes are compared.
+        self.data = _on_rank_zero(lambda: {path: mark.content for path, mark in marks(data_of(said)).items()})
         self.load_path: str | None = None
         self._damaged: list[tuple[Path, str]] = []
         self._shapes: dict[str, torch.Size] | None = None
@@ -133,6 +137,12 @@ class Checkpoints:
                 f"the checkpoint {path} is of another run: {key} is {there.get(key)!r} there and {here.get(key)!r} "
                 f"here{others}. Resume with the same values, or start anew with another --save"
             )
+        before = written.get("data", {})  # not there in what older versions wrote
+        if other := [name for name, content in self.data.items() if before.get(name, content) != content]:
+            raise CheckpointError(
+                f"the checkpoint {path} is of another run: {other[0]} has changed since it began. Resume with what was "
+                "there, or start anew with another --save"
+            )
 
     def check(self, model: torch.nn.Module) -> None:
         """See that the chosen checkpoint is of this model."""
@@ -177,18 +187,18 @@ class Checkpoints:
 
     def saver(self, interval: str) -> Saver:
         """The callback that writes them."""
-        return Saver(self.folder, interval, self.facts)
+        return Saver(self.folder, interval, self.facts, self.data)
 
 
 class Saver(CheckpointSaver):
     """Composer's CheckpointSaver, but a checkpoint is whole or not there, and its failure is told in one line."""
 
-    def __init__(self, folder: Path, interval: str, recipe: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, interval: str, recipe: dict[str, Any], data: dict[str, str]) -> None:
         super().__init__(folder, save_interval=interval, remote_file_name=None, latest_remote_file_name=None)
-        self._recipe = recipe
+        self._recipe, self._data = recipe, data
 
     def state_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": __version__, "recipe": self._recipe}
+        return {"format": FORMAT, "version": __version__, "recipe": self._recipe, "data": self._data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore: what is there is seen in the folder."""

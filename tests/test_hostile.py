@@ -262,6 +262,28 @@ def test_from_another_model_or_run(refused) -> None:
     assert "of another run: seed is 17 there and 18 here" in refused("seed=18")
 
 
+def test_from_other_data(tmp_path, capsys) -> None:
+    """The recipe has the same path, and the file there is another; one that is only newer is the same."""
+    data, out = tmp_path / "mine.csv", tmp_path / "out"
+    rows = [f"the text of {n},{'ab'[n % 2]}" for n in range(40)]
+    data.write_text("\n".join(["text,label", *rows]))
+    task = f"task={{name: text, path: {data}, max_length: 16}}"
+    short = [task, *TINY[1:], "duration=2ba", "evaluate=false", "schedule.warmup=0ba"]
+    command = ["train", "demo/fp32", *short, "--save", str(out), "--resume"]
+    assert cli(capsys, *command)[0] == 0
+    os.utime(data, (1, 1))
+    assert cli(capsys, *command)[0] == 0
+    data.write_text("\n".join(["text,label", *(row.translate({97: "b", 98: "a"}) for row in rows)]))
+    before = digests(out)
+    code, lines = cli(capsys, *command)
+    assert code == 2 and lines[-1].startswith("error: the checkpoint ")
+    assert f"is of another run: {data} has changed since it began. Resume with what was there" in lines[-1]
+    assert digests(out) == before
+    for path in out.glob("checkpoints/ep*.pt"):  # as they were written before data was looked at
+        change(path, lambda content: content["state"]["callbacks"][Saver.__qualname__].pop("data"))
+    assert cli(capsys, *command)[0] == 0
+
+
 def test_from_another_model_that_composer_saved(saved, refused) -> None:
     for path in saved.glob("checkpoints/ep*.pt"):
         change(path, lambda content: content["state"]["callbacks"].pop(Saver.__qualname__))
