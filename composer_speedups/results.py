@@ -49,6 +49,7 @@ class RunResult:
     final_loss: float | None = None  # mean over the last tenth of the steps
     eval_loss: float | None = None
     eval_accuracy: float | None = None
+    eval_majority: float | None = None  # the accuracy of always answering the most frequent class; not for MLM
     finite: bool = True  # every loss was finite
     gave_up: bool = False  # ended early, because the loss stayed NaN or infinite
     steps: int = 0

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import composer.loggers
+import numpy as np
 import torch
 from composer import Trainer
 from composer.core import Callback, DataSpec
@@ -324,6 +325,8 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
         value = float(metric.compute())
         if "Accuracy" in name:
             result.eval_accuracy = value
+            if task.objective == "classification":
+                result.eval_majority = float(np.bincount(task.evaluation.labels).max()) / len(task.evaluation)
         elif "CrossEntropy" in name:
             result.eval_loss = value
     return result

@@ -105,6 +105,17 @@ def test_one_process_makes_no_process_group(monkeypatch) -> None:
         run(tiny())
 
 
+def test_the_most_frequent_class_is_a_reference(tmp_path) -> None:
+    """Of sixteen texts to evaluate on, four are of the other class; MLM has no classes."""
+    for part, count in (("train", 32), ("test", 16)):
+        rows = [f"text number {n} to {part},{'rare' if n % 4 == 3 else 'often'}" for n in range(count)]
+        (tmp_path / f"{part}.csv").write_text("\n".join(["text,label", *rows]))
+    task = f"task={{name: text, path: {tmp_path}, max_length: 16}}"
+    recipe = load_recipe("demo/fp32", [task, *TINY[1:], "duration=1ba", "schedule.warmup=0ba"])
+    assert run(recipe).eval_majority == 0.75
+    assert run(tiny("task.objective=mlm", "duration=1ba", "schedule.warmup=0ba")).eval_majority is None
+
+
 def test_same_seed_same_losses_and_another_seed_others() -> None:
     first, again, other = run(tiny()), run(tiny()), run(tiny(), seed=99)
     assert first.losses == again.losses

@@ -40,7 +40,7 @@ __all__ = [
     "compare_quality",
     "compare_speed",
     "drift",
-    "learnt",
+    "hardly_learnt",
     "median_interval",
     "pooled_noise",
 ]
@@ -67,6 +67,10 @@ class Margins:
     accuracy: float = 0.01
     loss: float = 0.05
     loss_floor: float = 0.02
+
+    def of_loss(self, reference: float) -> float:
+        """By how much a loss may exceed the baseline's, `reference`."""
+        return max(self.loss * abs(reference), self.loss_floor)
 
 
 @dataclass(frozen=True)
@@ -235,8 +239,8 @@ def compare_quality(
     Not judged where the baseline itself has hardly learnt: what stays at the loss of guessing is as good as that.
 
     Args:
-        measured: by seed: `finite`, `final_loss`, `eval_loss`, `eval_accuracy`, each of them None if not measured, and
-            `losses`, of each step.
+        measured: by seed: `finite`, `final_loss`, `eval_loss`, `eval_accuracy`, `eval_majority`, each of them None if
+            not measured, and `losses`, of each step.
         baseline: likewise.
         margins: what still counts as no loss of quality.
         confidence: one-sided; a study's own is the default.
@@ -263,8 +267,7 @@ def compare_quality(
         if not pairs:
             continue
         reference = statistics.median(b for _, b in pairs)
-        relative = max(margins.loss * abs(reference), margins.loss_floor)
-        margin = margins.accuracy if metric == "eval_accuracy" else relative
+        margin = margins.accuracy if metric == "eval_accuracy" else margins.of_loss(reference)
         differences = [sign * (m - b) for m, b in pairs]
         value = statistics.median(differences)
         # One-sided: only being worse counts, so bounds are those of a two-sided interval (90 % for 95).
@@ -289,10 +292,8 @@ def compare_quality(
         if len(measured) > 1:
             note = f"the baseline has only seed {seeds[0]} of these"
         return Quality("not judged", None, note, worse_by, 3)
-    fallen = learnt([baseline[s] for s in seeds])
-    if fallen is not None and "final_loss" in worse_by and fallen <= (worse_by["final_loss"]["margin"] or 0.0):
-        note = f"the baseline's loss fell by {max(0.0, fallen):.3g} only: train longer to tell"
-        return Quality("not judged", None, note, worse_by)
+    if why := hardly_learnt([baseline[s] for s in seeds], margins):
+        return Quality("not judged", None, f"the baseline's {why}: train longer to tell", worse_by)
     if open_:
         known = [n for n in needed if n is not None]
         count = max(known) if known and len(known) == len(needed) else None
@@ -306,14 +307,29 @@ def compare_quality(
     return Quality("quality holds", True, note, worse_by)
 
 
-def learnt(runs: Sequence[Mapping[str, Any]]) -> float | None:
-    """By how much the loss fell, from the mean of the first three steps; the median over runs, None if not known."""
-    fallen = []
+def hardly_learnt(runs: Sequence[Mapping[str, Any]], margins: Margins) -> str:
+    """Why runs are no better than guesses, as their medians have it; empty if they are, or if nothing tells.
+
+    The loss must have fallen from the mean of the first three steps. It also does where nothing is learnt but how
+    frequent each class is, so the accuracy must beat that of always answering the most frequent one, too: by the
+    margin, or where that class leaves less room, by half of what it leaves.
+    """
+    fallen, final, won, beaten = [], [], [], []
     for run in runs:
         first = [loss for loss in (run.get("losses") or [])[:3] if _is_number(loss)]
         if first and _is_number(run.get("final_loss")):
             fallen.append(statistics.mean(first) - run["final_loss"])
-    return statistics.median(fallen) if fallen else None
+            final.append(run["final_loss"])
+        if _is_number(run.get("eval_accuracy")) and _is_number(run.get("eval_majority")):
+            won.append(run["eval_accuracy"] - run["eval_majority"])
+            beaten.append(run["eval_majority"])
+    if fallen and (fell := statistics.median(fallen)) <= margins.of_loss(statistics.median(final)):
+        return f"loss fell by {max(0.0, fell):.3g} only"
+    if won:
+        majority = statistics.median(beaten)
+        if statistics.median(won) <= min(margins.accuracy, (1 - majority) / 2):
+            return f"accuracy is hardly more than the {majority:.3g} of always answering the most frequent class"
+    return ""
 
 
 def _interval(

@@ -250,6 +250,29 @@ def test_what_learnt_nothing_is_not_said_to_keep_its_quality():
     assert compare_quality(wild, stuck).verdict == "unstable", "worse is worse, wherever the baseline stands"
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "majority", "verdict"),
+    [
+        (0.900, 0.900, "not judged"),  # ln 2 -> the entropy of nine to one: the classes' shares, and nothing else
+        (0.905, 0.900, "not judged"),
+        (0.930, 0.900, "quality holds"),
+        (0.998, 0.995, "quality holds"),  # half a point of a hundred is all there is to win
+        (0.996, 0.995, "not judged"),
+        (0.900, None, "quality holds"),  # measured before this was kept
+    ],
+)
+def test_what_learnt_only_how_frequent_the_classes_are_keeps_no_quality(accuracy, majority, verdict: str):
+    fell = {"finite": True, "losses": [0.693] * 3 + [0.325], "final_loss": 0.325, "eval_accuracy": accuracy}
+    runs = {seed: fell | {"eval_majority": majority} for seed in range(3)}
+    found = compare_quality(runs, runs)
+    assert found.verdict == verdict
+    if verdict == "not judged":
+        assert found.note == (
+            f"the baseline's accuracy is hardly more than the {majority:.3g} of always answering the most frequent "
+            "class: train longer to tell"
+        )
+
+
 def test_more_seeds_than_anybody_runs_are_named():
     rng = random.Random(2)
     one, other = ({s: 100 * math.exp(rng.gauss(0, 0.3)) for s in range(3)} for _ in range(2))
