@@ -51,6 +51,7 @@ QUALITY_CONFIDENCE = 0.95  # of non-inferiority, one-sided
 _MEDIANS = 0.95  # of what was measured, without a claim
 _PRIOR = 6  # degrees of freedom that the study's noise counts for in each row, at most
 _RESAMPLES = 5000
+_FEWEST = 3  # seeds: Student's t of two is 64 standard errors wide, and says nothing but that it knows nothing
 _MOST_SEEDS = 30  # more than this many is no advice
 
 
@@ -75,7 +76,7 @@ class Margins:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Speed against the baseline's. `low` and `high` are None where one seed tells nothing about spread."""
+    """Speed against the baseline's. `low` and `high` are None where the seeds are too few to tell the spread."""
 
     value: float | None
     low: float | None
@@ -198,8 +199,10 @@ def compare_speed(measured: Mapping[int, float], baseline: Mapping[int, float], 
     if not ratios:
         return Ratio(None, None, None, 0, "not judged", note="the baseline has no run with the same seed")
     value = statistics.median(ratios)
-    if len(ratios) == 1:
-        return Ratio(value, None, None, 1, "not judged", 3, "one seed tells nothing about the spread: run 3 or more")
+    if len(ratios) < _FEWEST:
+        tell = "one seed tells nothing" if len(ratios) == 1 else "two seeds tell too little"
+        note = f"{tell} about the spread: run {_FEWEST} or more"
+        return Ratio(value, None, None, len(ratios), "not judged", _FEWEST, note)
     logs = [math.log(r) for r in ratios]
     deviation, freedom = _moderated(statistics.stdev(logs), len(logs) - 1, noise)
     low, high = (math.exp(bound) for bound in _interval(logs, CONFIDENCE, deviation, freedom))

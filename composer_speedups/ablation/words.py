@@ -43,11 +43,12 @@ def conditions(environment: Row, study: Row, rows: Sequence[Row], recipes: Mappi
         f"Model: {name}" + (f", {weights}" if weights else "") + others,
     ]
     if counted:
-        bootstrap = " [95 % bootstrap interval]" if len(seeds) > 1 else ""
+        most = max(len(row["seeds"]) for row in counted)
+        spread = "" if most == 1 else " [lowest, highest]" if most == 2 else " [95 % bootstrap interval]"
         span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]) if steps else "?"
         lines.append(
             f"Runs: seeds {', '.join(map(str, seeds))}; {span} steps; interleaved, each in a fresh process; "
-            f"medians over seeds{bootstrap}; baseline {study['baseline']}"
+            f"medians over seeds{spread}; baseline {study['baseline']}"
         )
         lines += [
             f"Data: {note}" for note in dict.fromkeys(note for row in counted for note in row.get("data_notes") or ())
@@ -234,6 +235,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
 def _verdict_notes(row: Row) -> list[str]:
     """What is to be said of a row's speed and quality beyond the verdicts' names."""
     found = []
+    if row["speed_verdict"] == "not judged" and 1 < len(row["seeds"]) < (row["speed_seeds_needed"] or 0):
+        found.append(f"speed not judged: {row['speed_note']}")
     if row["speed_verdict"] == "no difference shown":
         found.append("no difference in speed shown" + (f"; {row['speed_note']}" if row["speed_note"] else ""))
     if row["quality_verdict"] in ("unstable", "quality not shown to hold"):

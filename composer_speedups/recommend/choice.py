@@ -288,7 +288,7 @@ def answer(
                 why = "the time was over before anything had been measured. Give more --minutes"
             return Answer(None, f"No recommendation: {why}", rejected)
         if others and all(row["speed_verdict"] == "not judged" for row in others):
-            text = "No recommendation: the time was not enough for a repeated measurement. Give more --minutes."
+            text = "No recommendation: the time was not enough to measure each recipe three times. Give more --minutes."
         else:
             text = "No speed-up was shown to help here: use the plain recipe."
         return Answer(None, text, rejected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import html
 import io
 import json
@@ -88,6 +89,28 @@ def browse(folder: Path, page: str, script: str, width: int) -> dict[str, Any]:
     found = re.search(r'<pre id="answer">(.*?)</pre>', dom, re.DOTALL)
     assert found and found[1], "the page did not load"
     return json.loads(html.unescape(found[1]))
+
+
+def test_two_seeds_are_shown_and_not_judged(tmp_path: Path):
+    """Of two values there are the lowest and the highest; an interval and a claim would say nothing."""
+    found = make(tmp_path, seeds=2)
+    fast = next(row for row in found.rows if row["recipe"] == "set/fast")
+    assert (fast["speedup"], fast["speedup_interval"], fast["speed_verdict"]) == (1.5, None, "not judged")
+    assert "medians over seeds [lowest, highest]" in " ".join(found.conditions)
+    assert found.sentence.startswith("Too few seeds to judge: set/compiled measured highest, ")
+    assert "all but the baseline: speed not judged: two seeds tell too little about the spread" in "\n".join(
+        notes(found.rows)
+    )
+    table = (tmp_path / "table.md").read_text()
+    assert "150.8 [150.0, 151.5]" in table and "| 1.50x |" in table
+    console = Console(file=io.StringIO(), width=200)
+    console.print(terminal_table(found.rows, 200))
+    page = (tmp_path / "report.html").read_text()
+    for text in (console.file.getvalue(), table, (tmp_path / "table.tex").read_text(), page):
+        assert not re.search(r"1\.50x \(|\d\.\d\d to \d", text)
+    assert "99 %" not in console.file.getvalue() and "Lines are" not in page
+    with (tmp_path / "table.csv").open(newline="") as file:
+        assert {(line["speedup_low"], line["speedup_high"]) for line in csv.DictReader(file)} == {("", "")}
 
 
 def test_the_page_in_a_browser(study: tuple[Path, Findings], tmp_path: Path):
