@@ -9,12 +9,15 @@ from typing import Any
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import Run
 from composer_speedups.recipe_schema import in_samples
-from composer_speedups.tasks.models import known
+from composer_speedups.tasks.files import about_rows
+from composer_speedups.tasks.models import described
 
 __all__ = ["duration", "expected_seconds", "remaining_seconds", "seconds_per_sample"]
 
-# BERT-base's, where neither the recipe nor the model's name says.
+# BERT-base's, where neither the recipe nor the model's name or folder says.
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "vocab_size": 30522}
+# DistilBERT's names of the same.
+_ALSO = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "hidden_dim": "intermediate_size"}
 _SHARE = 0.35  # of the attainable matmul speed, before anything has been measured
 _START = 4.0  # seconds for data, model and evaluation's start
 
@@ -25,20 +28,36 @@ def expected_seconds(recipe: Mapping[str, Any], peaks: Mapping[str, float], hard
     if not peak:
         return None
     task, model = recipe.get("task") or {}, recipe.get("model") or {}
-    _, sizes = known(str(model.get("name"))) or ("", {})
-    own = sizes | (model.get("config") or {})
-    shape = _BASE | {k: v for k, v in own.items() if k in _BASE and isinstance(v, int)}
+    shape = dict(_BASE)
+    for said in (described(str(model.get("name"))), model.get("config") or {}):
+        shape |= {_ALSO.get(k, k): v for k, v in said.items() if _ALSO.get(k, k) in _BASE and isinstance(v, int)}
     hidden, length = shape["hidden_size"], task.get("max_length") or 256
     layer = 4 * hidden**2 + 2 * hidden * shape["intermediate_size"] + 2 * hidden * length
     weights = shape["num_hidden_layers"] * layer
     if task.get("objective") == "mlm":
         weights += hidden * shape["vocab_size"]
-    samples = task.get("train_samples") or 8000
+    samples, held_out = _samples(task)
     trained = in_samples(recipe.get("duration") or "1ep", samples, recipe.get("batch_size") or 32)
-    evaluated = (task.get("eval_samples") or samples // 10) if recipe.get("evaluate") else 0
+    evaluated = held_out if recipe.get("evaluate") else 0
     # Two operations a weight and token forward, twice that backward.
     operations = 2 * weights * length * (3 * trained + evaluated)
     return _START + operations / (_SHARE * peak)
+
+
+def _samples(task: Mapping[str, Any]) -> tuple[int, int]:
+    """To train and to evaluate on: as many as asked for, or of the user's own files as many as there seem to be.
+
+    A tenth of them to evaluate on, which is what is held out where nothing else is said.
+    """
+    train, evaluation = task.get("train_samples"), task.get("eval_samples")
+    path, apart = task.get("path"), task.get("eval_path")
+    there = about_rows(path) if path else None
+    if there is None:
+        train = train or 8000
+        return train, evaluation or train // 10
+    held_out = (about_rows(apart) if apart else None) or there // 10
+    left = there if apart else there - held_out
+    return min(train or left, left), min(evaluation or held_out, held_out)
 
 
 def seconds_per_sample(recipe: Mapping[str, Any], peaks: Mapping[str, float], hardware: str) -> float | None:

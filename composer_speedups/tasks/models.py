@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
 
     from composer_speedups.tasks.task import Task
 
-__all__ = ["KNOWN", "Source", "build_empty_model", "build_model", "load_config", "load_tokenizer", "resolve"]
+__all__ = [
+    "KNOWN",
+    "Source",
+    "build_empty_model",
+    "build_model",
+    "described",
+    "load_config",
+    "load_tokenizer",
+    "resolve",
+]
 
 log = logging.getLogger("composer_speedups")
 
@@ -104,6 +114,21 @@ class Source:
 
 def known(name: str) -> tuple[str, dict[str, Any]] | None:
     return next((KNOWN[n] for n in (name, *(f"{o}/{name}" for o in _OWNERS)) if n in KNOWN), None)
+
+
+def described(name: str) -> dict[str, Any]:
+    """What can be said of a model's configuration at once, without transformers, weights or the hub.
+
+    Of a folder what its config.json says, of a known name what differs from its family's defaults, else nothing.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return (known(name) or ("", {}))[1]
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # `resolve` will say what is wrong
+    return config if isinstance(config, dict) else {}
 
 
 def resolve(spec: ModelSpec, progress: Callable[[str], None] | None = None) -> Source:

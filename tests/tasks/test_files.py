@@ -238,3 +238,16 @@ def test_imdb_without_network_names_both_ways_out(monkeypatch, tmp_path: Path):
     with pytest.raises(TaskError, match=r"connect to it, or set task\.path to a local folder or parquet") as error:
         imdb.read(None, 10, 10, 0, labelled=True)
     assert "\n" not in str(error.value)
+
+
+def test_about_how_many_rows(tmp_path: Path):
+    """A text of several lines counts as several; of a large file the beginning is taken for all of it."""
+    assert files.about_rows(str(write_csv(tmp_path / "a.csv"))) == 61, "its header is a line, too"
+    assert files.about_rows(str(write_jsonl(tmp_path / "a.jsonl"))) == 60
+    assert files.about_rows(str(tmp_path)) == 121
+    assert files.about_rows(str(write_folders(tmp_path / "f"))) == 60
+    large = write_csv(tmp_path / "large.tsv", ROWS * 1000, delimiter="\t")
+    assert large.stat().st_size > files._BEGINNING
+    assert files.about_rows(str(large)) == pytest.approx(60_000, rel=0.01)
+    assert files.about_rows(str(write_parquet(tmp_path / "a.parquet"))) is None
+    assert files.about_rows(str(tmp_path / "none.csv")) is None
