@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ def sources(folder: Path) -> list[Path]:
 
 def about_rows(path: str) -> int | None:
     """About how many texts `path` holds, by the lines at its files' beginnings; None if that does not tell."""
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))
     total = 0.0
     try:
         for file in [root] if root.is_file() else sources(root):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def data_of(recipe: Mapping[str, Any]) -> dict[str, Kind]:
 def model_of(recipe: Mapping[str, Any]) -> dict[str, Kind]:
     """The folder that a recipe's model comes from; empty for a name of the hub, which nobody is asked about."""
     name = (recipe.get("model") or {}).get("name")
-    return {name: "model"} if name and Path(name).expanduser().is_dir() else {}
+    return {name: "model"} if name and os.path.isdir(os.path.expanduser(name)) else {}
 
 
 def marks(paths: Mapping[str, Kind]) -> dict[str, Mark]:
@@ -75,7 +76,7 @@ def changed(known: Mapping[str, Mark]) -> str | None:
 
 def _files(path: str, kind: Kind) -> list[tuple[str, Path]]:
     """Name and place of every file that is read."""
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))  # a home that nobody has stays as it is, and is not there
     if root.is_file():
         return [("", root)]
     if kind == "data":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,8 +122,8 @@ def described(name: str) -> dict[str, Any]:
 
     Of a folder what its config.json says, of a known name what differs from its family's defaults, else nothing.
     """
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(name))
+    if not os.path.isdir(folder):
         return (known(name) or ("", {}))[1]
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -56,6 +56,6 @@ def test_of_the_users_own_files_as_much_as_there_is(tmp_path: Path):
     )
     apart = mine | {"eval_path": str(tmp_path / "more.csv")}
     assert seconds(model, apart | {"train_samples": None}, evaluate=True) == pytest.approx(asked(1001, 201))
-    for unknown in ("mine.parquet", "nothing.csv"):
-        assert seconds(model, {"path": str(tmp_path / unknown)}, evaluate=True) == pytest.approx(asked(8000, 800))
+    for unknown in (tmp_path / "mine.parquet", tmp_path / "nothing.csv", "~nobody/mine.csv"):
+        assert seconds(model, {"path": str(unknown)}, evaluate=True) == pytest.approx(asked(8000, 800))
     assert seconds(model, mine, duration="4ba") == pytest.approx(asked(32, 1), rel=0.02)

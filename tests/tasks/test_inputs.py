@@ -19,7 +19,8 @@ def test_what_a_recipe_reads(tmp_path: Path):
     assert model_of({"model": {"name": str(tmp_path)}}) == {str(tmp_path): "model"}
     assert model_of({"model": {"name": "bert-base-uncased"}}) == {}, "the hub is not asked"
     assert data_of({"task": {"name": "docstrings", "path": None}}) == data_of({}) == model_of({}) == {}
-    assert marks({str(tmp_path / "none.csv"): "data", str(tmp_path): "data"}) == {}
+    assert marks({str(tmp_path / "none.csv"): "data", str(tmp_path): "data", "~nobody/a.csv": "data"}) == {}
+    assert model_of({"model": {"name": "~nobody/bert"}}) == {}
 
 
 def test_bytes_count_and_times_do_not(tmp_path: Path):
