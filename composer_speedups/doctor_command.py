@@ -16,8 +16,6 @@ __all__ = ["DOCTOR_EXAMPLE", "doctor"]
 
 DOCTOR_EXAMPLE = "Example: composer-speedups doctor --model bert-base-uncased --batch 64 --recipe finetune/bf16"
 
-_GIB = 2**30
-
 
 def doctor(
     model: Annotated[
@@ -83,6 +81,8 @@ def _memory(console: Console, need: Need) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from composer_speedups.memory import MOST
+
     console.print(f"\n[bold]Memory[/] of {escape(need.what)}", highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
@@ -98,16 +98,23 @@ def _memory(console: Console, need: Need) -> None:
         ("temporary", memory.temporary, "in the fullest moment"),
         ("at once", memory.peak, "the fullest moment, without Python, PyTorch and CUDA themselves"),
     ):
-        table.add_row(name, f"{size / _GIB:,.2f} GiB", text)
+        table.add_row(name, _size(size), text)
     if need.free is not None:
         words = "fits" if need.fits else "does not fit"
-        words += f"; the largest batch that fits is {need.largest}" if need.largest else "; not even one sample does"
-        table.add_row(
-            "free here", f"{need.free / _GIB:,.2f} GiB", f"{'[green]' if need.fits else '[yellow]'}{words}[/]"
-        )
+        if need.largest == MOST:
+            words += f"; so do {MOST:,} samples, and more were not tried"
+        else:
+            words += (
+                f"; the largest batch that fits is {need.largest}" if need.largest else "; not even one sample does"
+            )
+        table.add_row("free here", _size(need.free), f"{'[green]' if need.fits else '[yellow]'}{words}[/]")
     console.print(table)
     for note in memory.notes:
         console.print(f"  {note}", style="dim", markup=False, highlight=False)
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.1f} MiB"
 
 
 def _yaml(arguments: dict[str, object]) -> str:

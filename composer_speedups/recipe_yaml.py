@@ -92,6 +92,15 @@ def show(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+# What PyYAML says of the mistakes that are made most, and what to do.
+_REMEDIES = {
+    "\\t": "Indent with spaces, not tabs",
+    "mapping values are not allowed": "Is the line indented as those beside it? A text with ': ' in it needs quotes",
+    "expected <block end>": "Is the line indented as those beside it?",
+    "could not find expected ':'": "Write e.g. batch_size: 16",
+}
+
+
 def read_file(path: Path, name: str) -> Item:
     """Read the YAML file at `path`; `name` is how errors and provenance call it."""
     where = Where(name)
@@ -132,7 +141,8 @@ def read_text(text: str, where: Where, lines: bool = True) -> Item:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = show(error.problem or error.context or "unknown problem", 120)[1:-1]
-        raise RecipeError(f"{place(mark.line if mark else 0)}: cannot be read as YAML: {problem}") from None
+        remedy = next((f". {words}" for part, words in _REMEDIES.items() if part in problem), "")
+        raise RecipeError(f"{place(mark.line if mark else 0)}: cannot be read as YAML: {problem}{remedy}") from None
     if node is None:
         return Item(None, place(0))
     return _convert(node, place)

@@ -94,8 +94,17 @@ def test_memory_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"{tmp_path},batch16of128tokens,float32withAdamW" in "".join(text.split())
     for name, size in need.memory.kinds().items():
         line = next(line for line in text.splitlines() if line.startswith(name))
-        assert f"{size / 2**30:,.2f} GiB" in line
+        wanted = f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.1f} MiB"
+        assert wanted in line and "0.00" not in line
     assert "fits; the largest batch that fits is " in text and need.fits and need.largest >= 16
+
+
+def test_memory_of_a_model_that_fits_any_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tiny = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "intermediate_size": 16}
+    BertConfig(vocab_size=64, **tiny).save_pretrained(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path), "--batch", "8", "--length", "8"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "fits; so do 16,384 samples, and more were not tried" in text and "0.00 GiB" not in text
 
 
 @pytest.fixture
