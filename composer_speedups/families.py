@@ -111,7 +111,8 @@ def takes_first(reader: torch.nn.Module | None) -> bool:
     (True, False)
     """
     reader = getattr(reader, "original_module", reader)  # PEFT's, which trains a copy of it
-    return reader is None or (type(reader).__module__.startswith("transformers.") and "forward" not in vars(reader))
+    own = reader is not None and "forward" in reader.__dict__  # what the compiler understands, and not `vars`
+    return reader is None or (type(reader).__module__.startswith("transformers.") and not own)
 
 
 def _reader_of(owner: torch.nn.Module) -> torch.nn.Module | None:
