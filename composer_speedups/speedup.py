@@ -102,6 +102,10 @@ class SpeedUp(Algorithm):
         arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.parameters())
         return f"{type(self).__name__}({arguments})"
 
+    def __getstate__(self) -> dict[str, object]:
+        """For copies and pickles, which belong to no Trainer and hold no setting of the process."""
+        return {name: value for name, value in vars(self).items() if name not in ("_installed_in", "_hold", "_loading")}
+
     def unavailable(self, device: torch.device) -> str | None:
         """Why this cannot work on `device`, naming the remedy; None where it can.
 
@@ -219,7 +223,8 @@ def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
     """Install every speed-up of this Trainer, in order, when the first of them hears `Event.INIT`.
 
     Composer runs algorithms in the order listed. Doing all the work here makes the order right without
-    asking the user for `algorithm_passes`, and refuses a contradiction before anything was changed.
+    asking the user for `algorithm_passes`, and refuses what is listed twice, fills one slot twice or cannot be used
+    here before anything was changed.
     """
     listed = list(state.algorithms)
     if not any(a is first for a in listed):

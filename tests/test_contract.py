@@ -13,6 +13,7 @@ import doctest
 import gc
 import importlib
 import inspect
+import pickle
 import warnings
 from pathlib import Path
 
@@ -382,6 +383,18 @@ def test_repr_evaluates_back(key: str) -> None:
     again = eval(repr(algorithm), {type(algorithm).__name__: type(algorithm)})
     assert repr(again) == repr(algorithm)
     assert type(again) is type(algorithm)
+
+
+@pytest.mark.parametrize("key", USABLE)
+def test_copies_and_pickles_after_use(key: str, trainer_for) -> None:
+    """As whoever sends what is to be trained to another process does it; a copy belongs to no Trainer."""
+    algorithm, head = make(key), case(key).head
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoEffectWarning)
+        trainer_for([algorithm], bert(head), head)
+    for copied in (pickle.loads(pickle.dumps(algorithm)), copy.deepcopy(algorithm)):
+        assert (repr(copied), copied.evidence) == (repr(algorithm), algorithm.evidence)
+        assert copied._installed_in is None and algorithm._installed_in is not None
 
 
 @pytest.mark.parametrize("key", ALL)

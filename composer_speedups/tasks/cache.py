@@ -26,7 +26,10 @@ def cache_root() -> Path:
     if own := os.environ.get("COMPOSER_SPEEDUPS_CACHE"):
         return Path(own).expanduser()
     general = os.environ.get("XDG_CACHE_HOME")
-    return (Path(general) if general else Path.home() / ".cache") / "composer_speedups"
+    try:
+        return (Path(general) if general else Path.home() / ".cache") / "composer_speedups"
+    except RuntimeError as error:  # a user without a name, as containers run them
+        raise TaskError("nobody knows your home folder: set HOME, or COMPOSER_SPEEDUPS_CACHE to a folder") from error
 
 
 def digest(key: Mapping[str, Any]) -> str:

@@ -132,3 +132,16 @@ def test_a_cache_folder_that_cannot_be_written_is_one_clear_error(monkeypatch, t
     monkeypatch.setenv("COMPOSER_SPEEDUPS_CACHE", str(tmp_path / "file" / "below"))
     with pytest.raises(TaskError, match="set COMPOSER_SPEEDUPS_CACHE"):
         cached("x", {}, Builder())
+
+
+def test_a_user_whom_nobody_knows_is_told_what_to_set(monkeypatch) -> None:
+    """Containers run with numbers that have no name, and no HOME."""
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("COMPOSER_SPEEDUPS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(TaskError, match="set HOME, or COMPOSER_SPEEDUPS_CACHE"):
+        cached("x", {}, Builder())
