@@ -140,10 +140,8 @@ class OnHost(torch.Tensor):
 
     cuda = pin_memory = to
 
-    def __deepcopy__(
-        self, memo: dict[int, Any]
-    ) -> OnHost:  # Composer copies batches; PyTorch's own way knows no others
-        return self.clone()
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnHost:
+        return self.clone()  # Composer copies batches, and PyTorch's own way knows no subclass with such a `to`
 
     def counts(self) -> list[int]:
         """

@@ -143,8 +143,7 @@ def _attentions_of_mpnet(module: torch.nn.Module) -> list[torch.nn.Module]:
     if stack is None or module.config.model_type not in MPNET:
         return []
     around = (layer.attention for layer in layers_of(stack) if not isinstance(layer.attention, _FusedAttention))
-    own = (m for m in around if "forward" not in vars(m) and stock_forward(m))
-    return [m for m in own if _known(m.dropout, m.LayerNorm)]
+    return [m for m in around if stock_forward(m) and _known(m.dropout, m.LayerNorm)]
 
 
 def _known(dropout: torch.nn.Module | None, *norms: torch.nn.Module | None) -> bool:
