@@ -242,11 +242,19 @@ def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
     loading = _loads_without(waiting)
     if waiting and loading is not None:
         loading.hold_for(state)
-    for speedup in waiting:
+    for place, speedup in enumerate(waiting):
         speedup.evidence.clear()
         speedup._hold, speedup._loading = None, loading
         speedup._installed_in = weakref.ref(state)
-        speedup.install(state, logger)
+        try:
+            speedup.install(state, logger)
+        except Exception as error:
+            if changed := [s.key() for s in waiting[:place] if s.evidence.get("changed")]:
+                error.add_note(
+                    f"Changed before that, and still so: what {', '.join(changed)} changes. For another Trainer make "
+                    f"model, optimizer and dataloader anew."
+                )
+            raise
 
 
 def _loads_without(speedups: Sequence[SpeedUp]) -> IgnoredWarning | None:

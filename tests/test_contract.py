@@ -40,7 +40,7 @@ import composer_speedups
 from composer_speedups import registry
 from composer_speedups.errors import ConflictError, RecipeError, SpeedUpUnavailable
 from composer_speedups.recipes import load_recipe, recipe_names
-from composer_speedups.speedup import Stage, algorithm_passes
+from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes
 
 ROOT = Path(__file__).parents[1]
 DATA_KEYS = [key for key in ALL if registry.speedup_class(key).stage is Stage.DATA]
@@ -289,6 +289,24 @@ def test_says_that_the_model_has_it_already(key: str, trainer_for, monkeypatch) 
     told = [str(w.message) for w in caught if issubclass(w.category, NoEffectWarning)]
     assert bool(told) == (again.evidence.get("changed") == 0)
     assert all("already" in text for text in told), told
+
+
+def test_one_that_refuses_tells_what_those_before_it_have_changed(trainer_for) -> None:
+    """What they changed cannot be taken back: in a notebook the next Trainer would train with it unasked."""
+
+    class Refusing(SpeedUp):
+        stage = Stage.COMPILE
+
+        def install(self, state, logger) -> None:
+            raise SpeedUpUnavailable("not this model")
+
+    with pytest.raises(SpeedUpUnavailable, match="not this model") as refused:
+        trainer_for([Refusing(), make("unpadding"), make("fused_adamw")], bert())
+    (note,) = refused.value.__notes__
+    assert note.startswith("Changed before that, and still so: what unpadding, fused_adamw changes. For another")
+    with pytest.raises(SpeedUpUnavailable) as alone:
+        trainer_for([Refusing()], bert())
+    assert not hasattr(alone.value, "__notes__")
 
 
 SLOTS = sorted({c.slot for c in map(registry.speedup_class, ALL) if c.slot})

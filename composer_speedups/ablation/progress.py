@@ -85,6 +85,12 @@ class Display:
         if reason:
             self._say(f"  [dim]{escape(' '.join(reason.split()))}[/]")
 
+    def taken_over(self, run: Run) -> None:
+        """A run has ended here that another process had taken for dead: its result is the one that counts."""
+        line = f"{self._position()} {escape(self._label(run))} [yellow]not counted[/]  another process took it over"
+        self._run = None
+        self._say(line)
+
     def _draw(self, force: bool = False) -> None:
         if self._live is None or (not force and time.monotonic() - self._drawn < 1 / _REDRAW):
             return

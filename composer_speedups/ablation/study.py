@@ -390,7 +390,9 @@ class _Work:
             return
         if isinstance(outcome.value, dict):
             outcome.value |= {"overlapped": outcome.overlapped, "waited": outcome.waited}
-        self.store.finish(run, status, reason, outcome.value, outcome.log)
+        if not self.store.finish(run, status, reason, outcome.value, outcome.log):
+            display.taken_over(run)
+            return
         display.finished(run, status, reason, outcome)
         if status == "skipped":  # what this machine lacks, it lacks for every seed
             self.store.skip(run.recipe, reason)

@@ -261,6 +261,23 @@ def test_two_at_once_share_the_work(tmp_path: Path):
     assert all(len(row["seeds"]) == 3 for row in rows(tmp_path / "out").values())
 
 
+def test_a_run_that_was_taken_over_meanwhile_is_not_told_as_a_result(tmp_path: Path):
+    """A laptop that slept: when it wakes, another process has made the run, and that result is the one kept."""
+    recipes = [fakes.Recipe("base", seconds=2.0)]
+    asleep = start(tmp_path / "out", recipes, [1])
+    wait_for(lambda: (tmp_path / "out" / "runs.sqlite").exists() and _running(tmp_path / "out"))
+    asleep.send_signal(signal.SIGSTOP)
+    with closing(sqlite3.connect(tmp_path / "out" / "runs.sqlite")) as db, db:
+        db.execute("UPDATE runs SET claimed_until = 1")
+    _, text = study(tmp_path / "out", recipes, [1])
+    asleep.send_signal(signal.SIGCONT)
+    output = asleep.communicate(timeout=60)[0]
+    assert " ok " in text and "not counted" not in text
+    assert "not counted  another process took it over" in output and " ok " not in output
+    assert asleep.returncode == 0
+    assert rows(tmp_path / "out")["base"]["seeds"] == [1]
+
+
 def test_ctrl_c_writes_what_is_done(tmp_path: Path):
     recipes = [fakes.Recipe("base"), fakes.Recipe("hang", "hang")]
     process = start(tmp_path / "out", recipes, [1])
