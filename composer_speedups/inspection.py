@@ -21,7 +21,8 @@ from composer_speedups.algorithms.unpadding import Unpadding
 from composer_speedups.graphs import kernel_by_kernel
 from composer_speedups.kernels.attention_kernels import AttentionWatch
 from composer_speedups.measure import Measurement
-from composer_speedups.memory import SavedForBackward, predict, tensor_bytes
+from composer_speedups.memory import predict
+from composer_speedups.memory_meters import SavedForBackward, tensor_bytes
 from composer_speedups.optimizers import describe
 from composer_speedups.profiling import StepProfiler
 from composer_speedups.results import NO_FUSED_KERNEL, RunResult

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,11 +25,10 @@ from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 from composer.models import ComposerModel
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from composer_speedups import cgroup
-from composer_speedups.optimizer_states import BLOCK_SIZE, MIN_8BIT_SIZE
+from composer_speedups.memory_meters import OperationMeter, SavedForBackward, tensor_bytes
+from composer_speedups.optimizers import OptimizerSpeedUp, adamw_state_bytes, sizes
 from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes, check_combination
 from composer_speedups.tasks import models
 from composer_speedups.tasks.task import DEFAULT_VOCABULARY
@@ -43,13 +41,11 @@ __all__ = [
     "KINDS",
     "MOST",
     "Memory",
-    "SavedForBackward",
     "free_memory",
     "largest_batch",
     "optimizer_bytes",
     "predict",
     "rows_per_pass",
-    "tensor_bytes",
 ]
 
 log = logging.getLogger("composer_speedups")
@@ -131,7 +127,7 @@ def predict(
         state = _state(_Wrapped(model), device)
         _apply(algorithms, state, notes)
         batch = _batch(lengths, length, recipe, device)
-        meter = _Meter(state.model)
+        meter = OperationMeter(state.model)
         with meter, get_precision_context(state.precision):
             # Composer clears gradients once a batch: from the second microbatch on those of the first are there.
             for _ in range(2 if accumulates else 1):
@@ -147,8 +143,7 @@ def predict(
         during_step = _during_step(recipe, trained)
     kept = weights + optimizer
     peak = kept + max(meter.peak, gradients + during_step)
-    if "cuda_graphs" in recipe.speedups:  # have their own for what they keep, while a new shape runs without them
-        peak += saved.bytes
+    peak += sum(a.held_bytes(saved.bytes) for a in algorithms if isinstance(a, SpeedUp))
     together = saved.bytes + gradients if accumulates else max(saved.bytes, gradients)
     temporary = max(0, peak - kept - together)
     return Memory(weights, gradients, optimizer, saved.bytes, temporary, peak, tuple(notes), accumulates)
@@ -205,107 +200,9 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def optimizer_bytes(recipe: Recipe, model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> int:
-    """Bytes of the states that the recipe's optimizer will keep for the parameters `trained`."""
-    if "adafactor" in recipe.speedups:
-        return sum(_factored_bytes(parameter) for parameter in trained)
-    eight = recipe.speedups.get("adamw_8bit")
-    whole: set[int] = set()
-    least = math.inf
-    if eight is not None:
-        least = eight.get("min_8bit_size", MIN_8BIT_SIZE)
-        if eight.get("embeddings_32bit", True):
-            whole = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    # torch counts steps in a tensor for each parameter; bitsandbytes and Apex in plain integers.
-    step = 0 if recipe.speedups.keys() & {"adamw_8bit", "bnb_adamw", "apex_fused_adamw"} else 4
-    total, maps = 0, 0
-    for parameter in trained:
-        count = parameter.numel()
-        if count >= least and id(parameter) not in whole:
-            total += 2 * (count + 4 * -(-count // BLOCK_SIZE))
-            maps = 2 * 256 * 4  # the two tables of values, which all parameters share
-        else:
-            total += 8 * count + step
-    return total + maps
-
-
-def _factored_bytes(parameter: torch.Tensor) -> int:
-    """Of Adafactor: a mean for each row and each column of a matrix, for each element of a vector; and the step."""
-    shape, count = parameter.shape, parameter.numel()
-    kept = count if parameter.ndim < 2 else count // shape[-1] + count // shape[-2]
-    return kept * parameter.element_size() + 4
-
-
-def tensor_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the memory behind `tensors`, shared memory counted once.
-
-    >>> x = torch.zeros(10)
-    >>> tensor_bytes([x, x[2:], torch.zeros(2)])
-    48
-    """
-    found: dict[int, int] = {}
-    held = []
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
-            storage = tensor.untyped_storage()
-            held.append(storage)  # so that no address is given out twice
-            found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
-
-
-class SavedForBackward:
-    """Counts what autograd keeps for the backward pass while this context is entered: `with` around a forward pass.
-
-    Memory that belongs to `model`'s parameters and buffers is not counted. Tensors are counted, and kept, as they are.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.bytes = 0
-        self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        self._seen: dict[int, weakref.ref[Any]] = {}
-        self._hooks: Any = None
-
-    def __enter__(self) -> SavedForBackward:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        # An address is used again once its memory was freed: then it is another one's.
-        if key not in self._own and (key not in self._seen or self._seen[key]() is None):
-            self._seen[key] = weakref.ref(storage)
-            self.bytes += storage.nbytes()
-        return tensor
-
-
-class _Meter(TorchDispatchMode):
-    """Follows how many bytes the results of all operations hold, the model's own memory left out."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen = weakref.WeakSet([t.untyped_storage() for t in (*model.parameters(), *model.buffers())])
-        self._held = [t.untyped_storage() for t in (*model.parameters(), *model.buffers())]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage not in self._seen:
-                    self._seen.add(storage)
-                    size = storage.nbytes()
-                    self.now += size
-                    weakref.finalize(storage, self._gone, size).atexit = False
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _gone(self, size: int) -> None:
-        self.now -= size
+    """Bytes of the states that the recipe's optimizer will keep for the parameters `trained` of `model`."""
+    speedup = _optimizer(recipe)
+    return adamw_state_bytes([*trained]) if speedup is None else speedup.state_bytes(model, [*trained])
 
 
 class _Wrapped(ComposerModel):
@@ -404,14 +301,14 @@ def _batch(lengths: Sequence[int], width: int, recipe: Recipe, device: torch.dev
 
 def _during_step(recipe: Recipe, trained: Sequence[torch.Tensor]) -> int:
     """What the optimizer's step needs for itself, beyond weights, gradients and states."""
-    sizes = [p.numel() * p.element_size() for p in trained]
-    if "foreach_adamw" in recipe.speedups or recipe.speedups.get("adafactor", {}).get("foreach"):
-        return sum(sizes)  # the denominators of all parameters at once
-    if "adafactor" in recipe.speedups:
-        return max(sizes, default=0)  # the update of one parameter
-    if recipe.speedups.keys() & {"fused_adamw", "apex_fused_adamw", "bnb_adamw", "adamw_8bit"}:
-        return 0
-    return 2 * max(sizes, default=0)
+    speedup = _optimizer(recipe)
+    if speedup is None:  # a for-loop: the denominator of one parameter, and its update
+        return 2 * max(sizes(trained), default=0)
+    return speedup.step_bytes(trained)
+
+
+def _optimizer(recipe: Recipe) -> OptimizerSpeedUp | None:
+    return next((a for a in recipe.algorithms() if isinstance(a, OptimizerSpeedUp)), None)
 
 
 @contextmanager

@@ -246,6 +246,14 @@ class OptimizerSpeedUp(SpeedUp):
     def __init__(self, no_decay_on_bias_and_norm: bool = False) -> None:
         self.no_decay_on_bias_and_norm = check_flag("no_decay_on_bias_and_norm", no_decay_on_bias_and_norm)
 
+    def state_bytes(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> int:
+        """Bytes of the state that the optimizer keeps for the parameters `trained` of `model`."""
+        return adamw_state_bytes(trained)
+
+    def step_bytes(self, trained: Sequence[torch.Tensor]) -> int:
+        """Bytes that a step takes for itself for a while, beyond parameters, gradients and state."""
+        return 0
+
     @abstractmethod
     def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:
         """Change `optimizer` in place; return for how many parameters the update is now another one's."""
@@ -295,6 +303,20 @@ class OptimizerSpeedUp(SpeedUp):
                     f"no_decay_on_bias_and_norm=True splits the parameter groups, and {type(scheduler).__name__} was "
                     f"made for {rates}. Use a Composer scheduler, or give the groups to AdamW yourself."
                 )
+
+
+def adamw_state_bytes(trained: Sequence[torch.Tensor], step: int = 4) -> int:
+    """Bytes of AdamW's two moments in float32, and of a count of steps for each parameter: torch has a tensor for it.
+
+    >>> adamw_state_bytes([torch.zeros(10), torch.zeros(2)])
+    104
+    """
+    return sum(8 * parameter.numel() + step for parameter in trained)
+
+
+def sizes(trained: Sequence[torch.Tensor]) -> list[int]:
+    """Bytes of each parameter."""
+    return [parameter.numel() * parameter.element_size() for parameter in trained]
 
 
 def _refuse_lost_moments(state: State) -> None:

@@ -121,6 +121,10 @@ class SpeedUp(Algorithm):
         """
         return None
 
+    def held_bytes(self, activations: int) -> int:
+        """Bytes that this holds between steps beside what training does, where a pass keeps `activations` bytes."""
+        return 0
+
     @abstractmethod
     def install(self, state: State, logger: Logger) -> None:
         """Change model, optimizer or state. Called once per Trainer, in the order of `stage`."""

@@ -12,7 +12,8 @@ from contract import USABLE, case
 from composer_speedups import compat, memory
 from composer_speedups.algorithms import sdp_attention
 from composer_speedups.errors import ConflictError, UserError
-from composer_speedups.memory import SavedForBackward, largest_batch, predict, tensor_bytes
+from composer_speedups.memory import largest_batch, predict
+from composer_speedups.memory_meters import SavedForBackward, tensor_bytes
 from composer_speedups.recipes import Recipe, load_recipe
 from composer_speedups.tasks import models
 

@@ -30,6 +30,7 @@ https://arxiv.org/abs/1804.04235; `torch.optim.Adafactor`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from torch.optim import Optimizer
 from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.optimizer_states import read_moments
-from composer_speedups.optimizers import OptimizerSpeedUp, become, describe, torch_groups
+from composer_speedups.optimizers import OptimizerSpeedUp, become, describe, sizes, torch_groups
 
 __all__ = ["Adafactor", "apply_adafactor"]
 
@@ -123,6 +124,13 @@ class Adafactor(OptimizerSpeedUp):
             return
         super().install(state, logger)
 
+    def state_bytes(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> int:
+        return sum(_state_bytes(parameter) for parameter in trained)
+
+    def step_bytes(self, trained: Sequence[torch.Tensor]) -> int:
+        updates = sizes(trained)
+        return sum(updates) if self.foreach else max(updates, default=0)
+
     def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:
         return apply_adafactor(optimizer, scale_parameter=self.scale_parameter, foreach=self.foreach)
 
@@ -142,6 +150,13 @@ class Adafactor(OptimizerSpeedUp):
             )
         for group in optimizer.param_groups:  # a file of ours may have been written with another implementation
             group["foreach"] = self.foreach
+
+
+def _state_bytes(parameter: torch.Tensor) -> int:
+    """A mean for each row and each column of a matrix, for each element of a vector; and the step."""
+    shape, count = parameter.shape, parameter.numel()
+    kept = count if parameter.ndim < 2 else count // shape[-1] + count // shape[-2]
+    return kept * parameter.element_size() + 4
 
 
 def _refuse_unsupported(optimizer: Optimizer) -> None:

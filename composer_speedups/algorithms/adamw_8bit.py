@@ -20,6 +20,8 @@ Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021; `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from composer.core import State
 from composer.loggers import Logger
@@ -27,8 +29,8 @@ from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_count, check_flag
 from composer_speedups.bnb import become_bnb, refuse_fsdp
-from composer_speedups.optimizer_states import MIN_8BIT_SIZE
-from composer_speedups.optimizers import OptimizerSpeedUp
+from composer_speedups.optimizer_states import BLOCK_SIZE, MIN_8BIT_SIZE
+from composer_speedups.optimizers import OptimizerSpeedUp, adamw_state_bytes
 
 __all__ = ["AdamW8bit", "apply_adamw_8bit"]
 
@@ -63,7 +65,7 @@ def apply_adamw_8bit(
     """
     if embeddings_32bit and model is None:
         raise ValueError("embeddings_32bit=True needs the model to find the embeddings in: pass model=")
-    keep = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)] if embeddings_32bit else []
+    keep = _embeddings(model) if embeddings_32bit else []
     return become_bnb(optimizer, "AdamW8bit", keep_32_bit=keep, min_8bit_size=min_8bit_size)
 
 
@@ -95,6 +97,14 @@ class AdamW8bit(OptimizerSpeedUp):
         refuse_fsdp(state, self.key())
         super().install(state, logger)
 
+    def state_bytes(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> int:
+        whole = {id(weight) for weight in _embeddings(model)} if self.embeddings_32bit else set()
+        small = [p for p in trained if p.numel() < self.min_8bit_size or id(p) in whole]
+        counts = [p.numel() for p in trained if p.numel() >= self.min_8bit_size and id(p) not in whole]
+        blocks = sum(-(-count // BLOCK_SIZE) for count in counts)
+        tables = 2 * 256 * 4 if counts else 0  # of values, which all parameters share
+        return adamw_state_bytes(small, step=0) + 2 * (sum(counts) + 4 * blocks) + tables
+
     def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:
         return apply_adamw_8bit(
             optimizer,
@@ -102,3 +112,7 @@ class AdamW8bit(OptimizerSpeedUp):
             embeddings_32bit=self.embeddings_32bit,
             min_8bit_size=self.min_8bit_size,
         )
+
+
+def _embeddings(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]

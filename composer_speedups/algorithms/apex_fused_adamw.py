@@ -18,6 +18,7 @@ Source: github.com/NVIDIA/apex, `apex.optimizers.FusedAdam`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.optimizers import OptimizerSpeedUp, become, refuse_unsupported, torch_groups
+from composer_speedups.optimizers import OptimizerSpeedUp, adamw_state_bytes, become, refuse_unsupported, torch_groups
 
 __all__ = ["ApexFusedAdamW", "apply_apex_fused_adamw"]
 
@@ -75,6 +76,9 @@ class ApexFusedAdamW(OptimizerSpeedUp):
         if state.fsdp_config is not None:
             raise SpeedUpUnavailable("apex_fused_adamw does not know FSDP's sharded parameters. Use fused_adamw.")
         super().install(state, logger)
+
+    def state_bytes(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> int:
+        return adamw_state_bytes(trained, step=0)  # counted in a plain integer
 
     def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:
         return apply_apex_fused_adamw(optimizer)

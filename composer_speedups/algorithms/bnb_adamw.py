@@ -19,13 +19,15 @@ Source: github.com/bitsandbytes-foundation/bitsandbytes, `bitsandbytes.optim.Ada
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from composer.core import State
 from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from composer_speedups.bnb import become_bnb, refuse_fsdp
-from composer_speedups.optimizers import OptimizerSpeedUp
+from composer_speedups.optimizers import OptimizerSpeedUp, adamw_state_bytes
 
 __all__ = ["BnbAdamW", "apply_bnb_adamw"]
 
@@ -60,6 +62,9 @@ class BnbAdamW(OptimizerSpeedUp):
     def install(self, state: State, logger: Logger) -> None:
         refuse_fsdp(state, self.key())
         super().install(state, logger)
+
+    def state_bytes(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> int:
+        return adamw_state_bytes(trained, step=0)  # counted in a plain integer
 
     def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:
         return apply_bnb_adamw(optimizer)

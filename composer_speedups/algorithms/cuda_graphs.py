@@ -95,6 +95,9 @@ class CUDAGraphs(SpeedUp):
     def unavailable(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "CUDA graphs need a GPU of NVIDIA's: remove it"
 
+    def held_bytes(self, activations: int) -> int:
+        return activations  # graphs have their own for what they keep, while a new shape runs without them
+
     def install(self, state: State, logger: Logger) -> None:
         if state.fsdp_config is not None:
             raise ConflictError("cuda_graphs cannot replay what FSDP does between layers. Use DDP, or remove it")

@@ -17,10 +17,12 @@ Source: PyTorch, `torch.optim.AdamW(foreach=True)`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.optim import Optimizer
 
-from composer_speedups.optimizers import OptimizerSpeedUp, become_torch
+from composer_speedups.optimizers import OptimizerSpeedUp, become_torch, sizes
 
 __all__ = ["ForeachAdamW", "apply_foreach_adamw"]
 
@@ -52,6 +54,9 @@ class ForeachAdamW(OptimizerSpeedUp):
     """
 
     flags = _FLAGS
+
+    def step_bytes(self, trained: Sequence[torch.Tensor]) -> int:
+        return sum(sizes(trained))  # the denominators of all parameters at once
 
     def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:
         return apply_foreach_adamw(optimizer)

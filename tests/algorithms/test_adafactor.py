@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from composer_speedups import Adafactor, FusedAdamW, apply_adafactor, apply_adamw_8bit, apply_bnb_adamw
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.memory import tensor_bytes
+from composer_speedups.memory_meters import tensor_bytes
 
 EPS = torch.finfo(torch.float32).eps
 

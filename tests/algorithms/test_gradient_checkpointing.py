@@ -18,7 +18,7 @@ import composer_speedups
 from composer_speedups import GradientCheckpointing, apply_gradient_checkpointing
 from composer_speedups.algorithms import gradient_checkpointing as module
 from composer_speedups.errors import ConflictError
-from composer_speedups.memory import SavedForBackward
+from composer_speedups.memory_meters import SavedForBackward
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
