@@ -11,12 +11,12 @@ from typing import Any
 from composer_speedups.ablation.drawing import PARTS, SERIES, Drawing, ticks
 from composer_speedups.ablation.labels import Labels
 from composer_speedups.ablation.names import short_names
+from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.store import Run
 from composer_speedups.ablation.words import flaw
 
 __all__ = ["MEMORY", "charts", "pareto", "shares"]
 
-Row = Mapping[str, Any]
 Curve = list[tuple[float, float]]
 
 _LETTER = 7.3  # mean width of a letter of size 12, in wide fonts such as DejaVu Sans

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.ablation.names import short_names
+from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, compare_speed
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from composer_speedups.ablation.output import Findings
 
 __all__ = ["caption", "compare", "comparison_table", "differences"]
-
-Row = Mapping[str, Any]
 
 
 def compare(one: Findings, other: Findings) -> list[dict[str, Any]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from composer_speedups.ablation.plans import WITHOUT
+from composer_speedups.ablation.row import Row
 
 __all__ = ["mark_names", "marked_names", "short_names"]
-
-Row = Mapping[str, Any]
 
 
 def short_names(names: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from composer_speedups.ablation import interactions
 from composer_speedups.ablation.charts import charts
 from composer_speedups.ablation.report import report_html
+from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.rows import build_rows
 from composer_speedups.ablation.statistics import CONFIDENCE, drift
 from composer_speedups.ablation.store import Run, Store
@@ -31,7 +32,7 @@ class Findings:
     environment: dict[str, Any]
     recipes: dict[str, dict[str, Any]]
     runs: list[Run]
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     conditions: list[str]
     sentence: str
 

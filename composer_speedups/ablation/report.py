@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer_speedups.ablation.charts import MEMORY, shares
 from composer_speedups.ablation.drawing import Drawing
 from composer_speedups.ablation.names import marked_names, short_names
+from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.tables import COLUMNS, cell
 from composer_speedups.ablation.words import notes
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["report_html"]
 
-Row = Mapping[str, Any]
 
 _FIRST = ("recipe", "speedup", "published", "samples_per_second")
 _CAPTIONS = {

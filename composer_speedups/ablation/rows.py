@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_speedups.ablation.contention import NOTABLE
+from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import (
     Margins,
     Noise,
@@ -47,7 +48,7 @@ def build_rows(
     peaks: Mapping[str, float] | None = None,
     margins: Margins | None = None,
     hardware: str = "cpu",
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """One row for each recipe, in order.
 
     Args:
@@ -241,9 +242,7 @@ def _no_effect(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(set(found))
 
 
-def _reference(
-    row: Mapping[str, Any], rows: Sequence[dict[str, Any]], recipes: Mapping[str, dict[str, Any]]
-) -> dict[str, Any] | None:
+def _reference(row: Row, rows: Sequence[Row], recipes: Mapping[str, dict[str, Any]]) -> Row | None:
     """What a compiled row is set against: the same recipe without compile if the study has it, else the baseline."""
 
     def without_compile(name: str) -> dict[str, Any]:
@@ -276,7 +275,7 @@ def _compiling(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _break_even(row: Mapping[str, Any], reference: Mapping[str, Any] | None, shown: str) -> dict[str, Any]:
+def _break_even(row: Row, reference: Row | None, shown: str) -> dict[str, Any]:
     """After how many steps, and samples, the gain in speed has paid for the time that compiling took.
 
     Not where there is no gain to be seen: `shown` is the verdict on the row's speed against the reference's.

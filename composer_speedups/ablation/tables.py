@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from composer_speedups.ablation.names import mark_names, marked_names
+from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.words import failures, notes, quality_words, sentence
 
 __all__ = ["COLUMNS", "cell", "csv_table", "latex_table", "markdown_table"]
-
-Row = Mapping[str, Any]
 
 
 COLUMNS = (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from composer_speedups.ablation.names import marked_names
+from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.tables import cell
 
@@ -45,7 +46,7 @@ def make_console() -> Console:
     return console
 
 
-def terminal_table(rows: Sequence[Mapping[str, Any]], width: int = WIDTH) -> Table:
+def terminal_table(rows: Sequence[Row], width: int = WIDTH) -> Table:
     """The table for a terminal of `width` columns; reasons and notes are in `words.notes`.
 
     Columns that are empty in every row are left out, then as many as it takes for the names to keep their words.
@@ -74,7 +75,7 @@ def terminal_table(rows: Sequence[Mapping[str, Any]], width: int = WIDTH) -> Tab
     return table
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
+def _text(row: Row, key: str) -> str:
     if key == "samples_per_second":
         return cell(row, key).partition(" ")[0] if row["seeds"] else row["status"]
     if key == "speedup" and row["seeds"]:

@@ -8,14 +8,15 @@ from typing import Any
 from composer_speedups import hardware
 from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.plans import WITHOUT
+from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import CONFIDENCE, METRICS, Drift
 
 __all__ = ["conditions", "drift_lines", "failures", "flaw", "notes", "quality_words", "sentence"]
 
-Row = Mapping[str, Any]
+Facts = Mapping[str, Any]
 
 
-def conditions(environment: Row, study: Row, rows: Sequence[Row], recipes: Mapping[str, Row]) -> list[str]:
+def conditions(environment: Facts, study: Facts, rows: Sequence[Row], recipes: Mapping[str, Facts]) -> list[str]:
     """The lines above a table, without which its numbers mean nothing."""
     first = recipes[study["baseline"]]
     task, model = first.get("task") or {}, first.get("model") or {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.rows import speed_key
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Screened:
 class Answer:
     """The row to use (None: no speed-up was shown to help), and why not the others."""
 
-    row: Mapping[str, Any] | None
+    row: Row | None
     sentence: str
     rejected: dict[str, str]
 
@@ -101,7 +102,7 @@ def made(base: Recipe, name: str, speedups: SpeedUps, description: str = "") -> 
     return base.model_copy(deep=True, update=values)
 
 
-def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], ground: str) -> Screened:
+def screen(rows: Sequence[Row], candidates: Sequence[Candidate], ground: str) -> Screened:
     """What one run of each tells.
 
     Args:
@@ -151,7 +152,7 @@ def screen(rows: Sequence[Mapping[str, Any]], candidates: Sequence[Candidate], g
 
 
 def _measures_of_the_ground(
-    rows: Mapping[str, Mapping[str, Any]], candidates: Sequence[Candidate], ground: str
+    rows: Mapping[str, Row], candidates: Sequence[Candidate], ground: str
 ) -> list[Mapping[str, Any]]:
     """All runs of what the candidates are on top of: its own, and those in which a candidate changed nothing."""
     found = [row for name, row in rows.items() if name == ground or name.startswith(ground + _AGAIN)]
@@ -174,7 +175,7 @@ def _tied(speeds: Sequence[float]) -> float:
     return min(_TIED, max(_LEAST_TIED, min(usual) / max(usual)))
 
 
-def _ran(row: Mapping[str, Any]) -> bool:
+def _ran(row: Row) -> bool:
     return row["runs"][0]["status"] == "ok" and bool(row["samples_per_second"])
 
 
@@ -237,9 +238,7 @@ def _short(one: Candidate) -> str:
     return str(one["arguments"]["dtype"]) if one["key"] == "mixed_precision" else str(one["name"])
 
 
-def answer(
-    rows: Sequence[Mapping[str, Any]], confidence: float, samples: int | None = None, compare: str = ""
-) -> Answer:
+def answer(rows: Sequence[Row], confidence: float, samples: int | None = None, compare: str = "") -> Answer:
     """The fastest row of those that were shown to be faster than the plain recipe, and to hold its quality.
 
     Where none was shown to hold it, the fastest that was not shown to lose it: the sentence says so.
@@ -307,11 +306,11 @@ def answer(
     return Answer(best, text, rejected)
 
 
-def _open_quality(row: Mapping[str, Any]) -> str:
+def _open_quality(row: Row) -> str:
     return "quality is not " + ("judged" if row["quality_verdict"] == "not judged" else "shown to hold")
 
 
-def _quality(row: Mapping[str, Any], compare: str) -> str:
+def _quality(row: Row, compare: str) -> str:
     """What the runs tell of the best row's quality, and where they do not, what would."""
     runs = f"runs of {row['steps']} steps" if row.get("steps") else "these short runs"
     note = f" ({row['quality_note']})" if row["quality_note"] else ""
@@ -321,7 +320,7 @@ def _quality(row: Mapping[str, Any], compare: str) -> str:
     return f"{_open_quality(row).capitalize()} in {runs}{note}{advice}."
 
 
-def _too_late(row: Mapping[str, Any], samples: int | None) -> str:
+def _too_late(row: Row, samples: int | None) -> str:
     """Why a row that compiles is no gain in a training of so many samples; empty if it is one."""
     if not row.get("compile_seconds") or samples is None:
         return ""

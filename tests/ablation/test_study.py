@@ -20,6 +20,7 @@ from rich.console import Console
 
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plan import interleave
+from composer_speedups.ablation.row import Row, RowRun
 from composer_speedups.ablation.store import Store, StoreError
 from composer_speedups.ablation.study import Settings, Study, run_study
 from composer_speedups.errors import UserError
@@ -125,6 +126,14 @@ def test_bad_runs_are_rows_with_reasons_and_the_others_go_on(everything):
         "forget": ("ok", ""),
     }
     assert not result.interrupted
+
+
+def test_every_row_has_the_fields_that_are_explained_and_no_others(everything):
+    """Whatever became of its runs: who reads `results.json` need not ask which rows have what."""
+    out, result, _ = everything
+    for row in [*rows(out).values(), *result.findings.rows]:
+        assert row.keys() - {"interaction"} == Row.__required_keys__, row["recipe"]
+        assert all(run.keys() == RowRun.__required_keys__ for run in row["runs"])
 
 
 def test_verdicts(everything):
