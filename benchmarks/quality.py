@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from composer_speedups.ablation.statistics import QUALITY_CONFIDENCE, compare_quality
+from composer_speedups.ablation.quality import QUALITY_CONFIDENCE, compare_quality
 from composer_speedups.ablation.store import Store
 from composer_speedups.errors import UserError
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_speedups.ablation.rows import speed_key
@@ -74,8 +74,8 @@ def interactions(recipes: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], 
     """
     base = recipes[baseline]
     switches = {name: _switches(recipe, base) for name, recipe in recipes.items()}
-    speeds = (_speeds(runs, name, speed_key(recipe)) for name, recipe in recipes.items())
-    noise = pooled_noise([by_seed for by_seed in speeds if by_seed])
+    speeds = {name: _speeds(runs, name, speed_key(recipe)) for name, recipe in recipes.items()}
+    noise = pooled_noise({name: by_seed for name, by_seed in speeds.items() if by_seed})
     pairs = [name for name, keys in switches.items() if len(keys) == 2]
     fair = {name for name in pairs if _settings(recipes[name]) == _settings(base)}
     found = []
@@ -92,7 +92,8 @@ def interactions(recipes: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], 
             singles += like[:1]
         if len(singles) == 2:
             rows = (pair, singles[0], singles[1], baseline)
-            one = _judged(rows, _four(runs, rows, speed_key(recipes[pair])), noise, comparable)
+            four = _four(runs, rows, speed_key(recipes[pair]))
+            one = _judged(rows, four, noise and noise.of(*rows), comparable)
             found += [one] if one is not None else []
     return found
 
@@ -112,7 +113,7 @@ def _judged(
     pair, first, second, base = speeds
     seeds = pair.keys() & first.keys() & second.keys() & base.keys()
     # Four runs scatter where a speed-up has two: twice the variance.
-    doubled = None if noise is None else Noise(noise.deviation * math.sqrt(2), noise.freedom)
+    doubled = None if noise is None else replace(noise, deviation=noise.deviation * math.sqrt(2))
     ratio = compare_speed(
         {seed: pair[seed] * base[seed] for seed in seeds}, {seed: first[seed] * second[seed] for seed in seeds}, doubled
     )

@@ -12,10 +12,11 @@ from typing import Any
 
 from composer_speedups.ablation import interactions
 from composer_speedups.ablation.charts import charts
+from composer_speedups.ablation.drift import drift
 from composer_speedups.ablation.report import report_html
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.rows import build_rows
-from composer_speedups.ablation.statistics import CONFIDENCE, drift
+from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.store import Run, Store
 from composer_speedups.ablation.tables import csv_table, latex_table, markdown_table
 from composer_speedups.ablation.words import conditions, drift_lines, sentence
@@ -49,7 +50,7 @@ def findings(store: Store) -> Findings:
     lines = conditions(environment, study, rows, recipes)
     good = [run for run in runs if run.status == "ok" and run.started and run.result.get("samples_per_second")]
     good.sort(key=lambda run: run.started or 0.0)
-    trend = drift((run.recipe, run.started or 0.0, run.result["samples_per_second"]) for run in good)
+    trend = drift((run.recipe, run.seed, run.started or 0.0, run.result["samples_per_second"]) for run in good)
     lines += _mixed(runs, environments)
     lines += drift_lines(trend, [r.result["samples_per_second"] for r in good if r.recipe == study["baseline"]])
     study = study | {"drift": None if trend is None else asdict(trend), "confidence": CONFIDENCE}

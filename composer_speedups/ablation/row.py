@@ -44,6 +44,7 @@ class Row(TypedDict):
     warnings: list[str]
     overlapped: list[int]  # seeds that shared the machine with another run, or waited for a core
     waited: dict[int, float]  # by seed: the share of its time that other work kept it from a core
+    apart: list[int]  # seeds whose run was made long before or after the baseline's, and is not compared with it
 
     # --- how fast
     samples_per_second: float | None
@@ -56,6 +57,7 @@ class Row(TypedDict):
     speed_verdict: str  # baseline, faster, slower, no difference shown, or not judged
     speed_note: str
     speed_seeds_needed: int | None  # to tell a difference of this size
+    alike: list[str]  # recipes that gained less, and that the seeds do not tell from this one
     steps: int | None
     warmup_steps: int | None  # not counted in the speeds
     samples_per_step: float | None  # the mean, where batches are made by a budget of tokens

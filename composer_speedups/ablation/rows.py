@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from composer_speedups.ablation.contention import NOTABLE
+from composer_speedups.ablation.pairs import apart, undisturbed, waited
+from composer_speedups.ablation.quality import Margins, compare_quality
 from composer_speedups.ablation.row import Row
-from composer_speedups.ablation.statistics import (
-    Margins,
-    Noise,
-    compare_quality,
-    compare_speed,
-    median_interval,
-    pooled_noise,
-)
+from composer_speedups.ablation.statistics import Noise, Ratio, compare_speed, median_interval, pooled_noise
 from composer_speedups.ablation.store import Run
 from composer_speedups.results import NO_FUSED_KERNEL
 
@@ -64,7 +59,7 @@ def build_rows(
         by_recipe[run.recipe].append(run)
     base = _good(by_recipe.get(baseline, []))
     noise = pooled_noise(
-        _by_seed(good, speed_key(recipes[name])) for name, r in by_recipe.items() if (good := _good(r))
+        {name: _by_seed(good, speed_key(recipes[name])) for name, r in by_recipe.items() if (good := _good(r))}
     )
     rows = []
     for name, recipe in recipes.items():
@@ -73,7 +68,8 @@ def build_rows(
         row["baseline"] = name == baseline
         row["precision"] = precision(recipe, hardware)
         row["mfu"] = _mfu(good, (peaks or {}).get(row["precision"]))
-        row |= _speed(good, base, name == baseline, noise, speed_key(recipe))
+        row["apart"] = apart(good, base, runs)
+        row |= _speed(good, base, row, noise and noise.of(name, baseline), speed_key(recipe))
         row |= _quality(good, base, margins, name == baseline)
         rows.append(row)
     for row in rows:
@@ -81,9 +77,31 @@ def build_rows(
         shown = "not judged"
         if reference is not None:
             speeds = (_by_seed(_good(by_recipe[r["recipe"]]), "samples_per_second") for r in (row, reference))
-            shown = compare_speed(*speeds, noise).verdict
+            shown = compare_speed(*speeds, noise and noise.of(row["recipe"], reference["recipe"])).verdict
         row |= _break_even(row, reference, shown)
+        row["alike"] = [
+            other["recipe"]
+            for other in rows
+            if _may_be_as_fast(other, row) and not _shown_faster(row, other, recipes, by_recipe, noise)
+        ]
     return rows
+
+
+def _may_be_as_fast(other: Row, row: Row) -> bool:
+    """Whether `other`, shown to be faster than the baseline as `row` is, gained no more, and its interval meets the
+    other's: most pairs need no closer look."""
+    both = row["speed_verdict"] == other["speed_verdict"] == "faster" and other is not row
+    return both and other["speedup"] <= row["speedup"] and other["speedup_interval"][1] >= row["speedup_interval"][0]
+
+
+def _shown_faster(
+    row: Row, other: Row, recipes: Mapping[str, Any], by_recipe: Mapping[str, Sequence[Run]], noise: Noise | None
+) -> bool:
+    names = (row["recipe"], other["recipe"])
+    keys = {speed_key(recipes[name]) for name in names}
+    key = "samples_per_second" if len(keys) == 1 and "samples_per_second" in keys else "real_tokens_per_second"
+    speeds = (_by_seed(_good(by_recipe[name]), key) for name in names)
+    return compare_speed(*speeds, noise and noise.of(*names)).verdict == "faster"
 
 
 def speed_key(recipe: Mapping[str, Any]) -> str:
@@ -133,8 +151,8 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         "no_effect": _no_effect(results),
         "pretrained": first.get("pretrained"),
         **{key: next((r[key] for r in results if r.get(key)), {}) for key in _LOOKED_AT_ONCE},
-        "overlapped": sorted(run.seed for run in good.values() if run.result.get("overlapped") or _waited(run)),
-        "waited": {run.seed: waited for run in good.values() if (waited := _waited(run))},
+        "overlapped": sorted(run.seed for run in good.values() if run.result.get("overlapped") or waited(run)),
+        "waited": {run.seed: share for run in good.values() if (share := waited(run))},
         "train_samples": first.get("train_samples"),
         "data_notes": first.get("data_notes") or [],
         "warnings": sorted({w for result in results for w in result.get("warnings") or []}),
@@ -155,12 +173,6 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
         ],
     }
     return row
-
-
-def _waited(run: Run) -> float:
-    """The share of its time in which other work kept a run from a core; 0 if it is too small to tell of."""
-    waited = run.result.get("waited") or 0.0
-    return waited if waited >= NOTABLE else 0.0
 
 
 def _kernels(result: Mapping[str, Any]) -> list[str]:
@@ -208,9 +220,9 @@ def _mfu(good: Mapping[int, Run], peak: float | None) -> float | None:
 
 
 def _speed(
-    good: Mapping[int, Run], base: Mapping[int, Run], is_baseline: bool, noise: Noise | None, key: str
+    good: Mapping[int, Run], base: Mapping[int, Run], row: Mapping[str, Any], noise: Noise | None, key: str
 ) -> dict[str, Any]:
-    if is_baseline:
+    if row["baseline"]:
         verdict = "baseline" if good else "not judged"
         value = 1.0 if good else None
         return _speed_fields(value, None, verdict, "", None)
@@ -218,9 +230,28 @@ def _speed(
         return _speed_fields(None, None, "not judged", "", None)
     if not _by_seed(base, key):
         key = "samples_per_second"
-    ratio = compare_speed(*(_by_seed(runs, key) for runs in (good, base)), noise)
+    own, its = ({s: run for s, run in runs.items() if s not in row["apart"]} for runs in (good, base))
+    ratio = compare_speed(_by_seed(own, key), _by_seed(its, key), noise)
+    if row["apart"] and ratio.verdict == "not judged":
+        which = ", ".join(map(str, row["apart"]))
+        note = f"not made in one round with the baseline's (seed {which}): compare them in another --out"
+        ratio = replace(ratio, note=note)
+    elif not _stands(ratio, own, its, noise, key):
+        note = "other work on this machine may have made the difference (†): measure again, in another --out"
+        ratio = replace(ratio, verdict="not judged", note=note)
     interval = None if ratio.low is None or ratio.high is None else [ratio.low, ratio.high]
     return _speed_fields(ratio.value, interval, ratio.verdict, ratio.note, ratio.seeds_needed)
+
+
+def _stands(ratio: Ratio, own: Mapping[int, Run], its: Mapping[int, Run], noise: Noise | None, key: str) -> bool:
+    """Whether the verdict would be the same if the slower of the two had had the machine to itself."""
+    faster = ratio.verdict == "faster"
+    slower = its if faster else own
+    if ratio.verdict not in ("faster", "slower") or not any(undisturbed(run, 1.0) > 1.0 for run in slower.values()):
+        return True
+    alone = {seed: undisturbed(slower[seed], speed) for seed, speed in _by_seed(slower, key).items()}
+    speeds = (_by_seed(own, key), alone) if faster else (alone, _by_seed(its, key))
+    return compare_speed(*speeds, noise).verdict == ratio.verdict
 
 
 def _samples_per_step(results: Sequence[Mapping[str, Any]]) -> float | None:

@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_speedups import hardware
+from composer_speedups.ablation.drift import Drift
 from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.plans import WITHOUT
+from composer_speedups.ablation.quality import METRICS
 from composer_speedups.ablation.row import Row
-from composer_speedups.ablation.statistics import CONFIDENCE, METRICS, Drift
+from composer_speedups.ablation.statistics import CONFIDENCE, FEWEST
 
 __all__ = ["conditions", "drift_lines", "failures", "flaw", "notes", "quality_words", "sentence"]
 
 Facts = Mapping[str, Any]
+_NAMED = 4  # rows; of more their number is told
 
 
 def conditions(environment: Facts, study: Facts, rows: Sequence[Row], recipes: Mapping[str, Facts]) -> list[str]:
@@ -45,10 +48,11 @@ def conditions(environment: Facts, study: Facts, rows: Sequence[Row], recipes: M
     ]
     if counted:
         most = max(len(row["seeds"]) for row in counted)
-        spread = "" if most == 1 else " [lowest, highest]" if most == 2 else " [95 % bootstrap interval]"
+        spread = "" if most == 1 else " [lowest, highest]" if most <= 5 else " [95 % interval]"
+        order = "not all interleaved" if any(row["apart"] for row in rows) else "interleaved"
         span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]) if steps else "?"
         lines.append(
-            f"Runs: seeds {', '.join(map(str, seeds))}; {span} steps; interleaved, each in a fresh process; "
+            f"Runs: seeds {', '.join(map(str, seeds))}; {span} steps; {order}, each in a fresh process; "
             f"medians over seeds{spread}; baseline {study['baseline']}"
         )
         lines += [
@@ -69,9 +73,9 @@ def drift_lines(trend: Drift | None, baseline: Sequence[float]) -> list[str]:
         interval = f"({CONFIDENCE * 100:.0f} % interval {low:+.1f} to {high:+.1f} %)"
         if trend.shown:
             word = "slower" if trend.change < 0 else "faster"
-            line += f"; the machine became {abs(trend.change) * 100:.1f} % {word} from first run to last {interval}"
+            line += f"; the machine became {abs(trend.change) * 100:.1f} % {word} from first round to last {interval}"
         elif trend.high > 1.0 or trend.low < -0.5:  # it may have doubled or halved
-            line += "; too few runs to tell whether the machine drifted"
+            line += "; too few rounds to tell whether the machine drifted"
         else:
             line += f"; no drift of the machine shown {interval}"
     return [line]
@@ -88,7 +92,8 @@ def sentence(rows: Sequence[Row]) -> str:
     if others and not any({*row["seeds"]} & {*base["seeds"]} for row in others):
         return "No verdict: no other recipe has a finished run with a seed of the baseline's."
     if not measured:
-        return "No verdict: only the baseline has been measured."
+        why = [row["speed_note"] for row in others if row["speed_note"]]
+        return f"No verdict: {why[0] if why else 'only the baseline has been measured'}."
     names = dict(zip((row["recipe"] for row in rows), short_names([row["recipe"] for row in rows]), strict=True))
     left_out = _left_out(rows, base)
     if left_out:
@@ -97,6 +102,8 @@ def sentence(rows: Sequence[Row]) -> str:
         if base.get("failed"):
             mend = "Mend what they say, then the same command with --retry."
             return f"No verdict: {failures(base)} of the baseline. {mend}"
+        if other := [row for row in measured if len({*row["seeds"]} & {*base["seeds"]}) >= FEWEST]:
+            return f"No verdict: {names[other[0]['recipe']]}: {other[0]['speed_note']}."
         best = max(measured, key=lambda row: row["speedup"])
         return (
             f"Too few seeds to judge: {names[best['recipe']]} measured highest, {best['speedup']:.2f} times "
@@ -111,11 +118,7 @@ def sentence(rows: Sequence[Row]) -> str:
     best = max(kept or fast or faster, key=lambda row: row["speedup"])
     name, times = names[best["recipe"]], f"{best['speedup']:.2f} times"
     if kept:
-        low, high = best["speedup_interval"]
-        text = (
-            f"{name} is the fastest whose quality holds: {times} the baseline's speed ({CONFIDENCE * 100:.0f} % "
-            f"interval {low:.2f} to {high:.2f})."
-        )
+        text = _fastest(best, [row for row in kept if row["recipe"] in best["alike"]], names)
     elif fast:
         quality = quality_words(best).replace("unstable", "it is unstable")
         text = f"{name} is faster, {times} the baseline's speed, but {quality}: {best['quality_note']}."
@@ -125,6 +128,25 @@ def sentence(rows: Sequence[Row]) -> str:
             f"{flaw(best)}."
         )
     return text + _beside_others(best, base)
+
+
+def _fastest(best: Row, alike: Sequence[Row], names: Mapping[str, str]) -> str:
+    """The verdict on the fastest of those that kept their quality, and on what the seeds do not tell from it."""
+    low, high = best["speedup_interval"]
+    holds = "quality holds" if "eval_accuracy" in best["worse_by"] else "loss holds (accuracy was not measured)"
+    interval = f"({CONFIDENCE * 100:.0f} % interval {low:.2f} to {high:.2f})"
+    name, times = names[best["recipe"]], f"{best['speedup']:.2f} times"
+    if not alike:
+        return f"{name} is the fastest whose {holds}: {times} the baseline's speed {interval}."
+    ordered = sorted(alike, key=lambda row: -row["speedup"])
+    listed = [names[row["recipe"]] for row in ordered[:_NAMED]]
+    if more := len(ordered) - len(listed):
+        listed.append(f"{more} more")
+    others = ", ".join(listed[:-1]) + " and " * (len(listed) > 1) + listed[-1]
+    return (
+        f"{name} measured highest of those whose {holds}: {times} the baseline's speed {interval}; not told from it: "
+        f"{others} (from {ordered[-1]['speedup']:.2f} times)."
+    )
 
 
 def flaw(row: Row) -> str:
@@ -236,13 +258,20 @@ def notes(rows: Sequence[Row]) -> list[str]:
 def _verdict_notes(row: Row) -> list[str]:
     """What is to be said of a row's speed and quality beyond the verdicts' names."""
     found = []
-    if row["speed_verdict"] == "not judged" and 1 < len(row["seeds"]) < (row["speed_seeds_needed"] or 0):
+    needed = row["speed_seeds_needed"]
+    its_own = needed is None or len(row["seeds"]) < needed or row["apart"]  # and not for want of the baseline's seeds
+    if row["speed_verdict"] == "not judged" and len(row["seeds"]) > 1 and row["speed_note"] and its_own:
         found.append(f"speed not judged: {row['speed_note']}")
+    elif row["apart"]:
+        which = ", ".join(map(str, row["apart"]))
+        found.append(f"seed {which} not made in one round with the baseline's, and not compared with it")
+    if (row["mfu"] or 0.0) > 1.0:
+        found.append("MFU above 100 %: its kernels beat the plain matmul that was measured as the peak here")
     if row["speed_verdict"] == "no difference shown":
         found.append("no difference in speed shown" + (f"; {row['speed_note']}" if row["speed_note"] else ""))
     if row["quality_verdict"] in ("unstable", "quality not shown to hold"):
         found.append(f"{row['quality_verdict']}: {row['quality_note']}")
-    elif row["quality_verdict"] == "not judged" and row["quality_note"] and len(row["seeds"]) > 1:
+    elif row["quality_verdict"] == "not judged" and row["quality_note"] not in ("", row["speed_note"]):
         found.append(f"quality not judged: {row['quality_note']}")
     return found
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.ablation.statistics import Margins
+from composer_speedups.ablation.quality import Margins
 from composer_speedups.errors import NothingFits, UserError
 from composer_speedups.recipe_schema import count_and_unit
 from composer_speedups.tuning import batch as batches

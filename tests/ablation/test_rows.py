@@ -6,8 +6,8 @@ import pytest
 
 from composer_speedups import registry
 from composer_speedups.ablation.charts import _speeds, charts
+from composer_speedups.ablation.drift import Drift
 from composer_speedups.ablation.rows import REGROUPING, build_rows
-from composer_speedups.ablation.statistics import Drift
 from composer_speedups.ablation.store import Run
 from composer_speedups.ablation.tables import cell, csv_table, latex_table, markdown_table
 from composer_speedups.ablation.words import drift_lines, notes, sentence
@@ -185,8 +185,8 @@ def test_a_baseline_measured_once_shows_no_drift() -> None:
     ("low", "high", "said"),
     [
         (-0.1, 0.9, "no drift of the machine shown (99 % interval -10.0 to +90.0 %)"),
-        (-0.4, 1.1, "too few runs to tell whether the machine drifted"),
-        (-1.0, 0.1, "too few runs to tell whether the machine drifted"),
+        (-0.4, 1.1, "too few rounds to tell whether the machine drifted"),
+        (-1.0, 0.1, "too few rounds to tell whether the machine drifted"),
         (0.1, 3.0, "the machine became 50.0 % faster"),
     ],
 )
@@ -201,3 +201,90 @@ def test_what_a_look_inside_found_is_the_rows_whichever_seed_it_was() -> None:
     row = build_rows({"base": {}}, runs, "base")[0]
     assert row["evidence"] == {"fused_adamw": {"changed": 2}} and row["as_it_ran"] == {"attention": "flash"}
     assert row["kernels"] == ["flash"]
+
+
+HOUR = 3600.0
+
+
+def made_at(recipe: str, seed: int, speed: float, hours: float) -> Run:
+    made = run(recipe, seed, speed, None)
+    made.started, made.finished = 1e9 + HOUR * hours, 1e9 + HOUR * hours + 60.0
+    return made
+
+
+@pytest.mark.parametrize(("later", "verdict"), [(0.02, "faster"), (24.0, "not judged")])
+def test_a_row_made_again_another_day_is_not_compared_with_that_days_baseline(later: float, verdict: str) -> None:
+    """A machine a third faster the day after: `--retry` made every seed of one row then."""
+    runs = [made_at(name, s, 100.0 + s, s / 10) for s in (1, 2, 3) for name in ("base", "other")]
+    runs += [made_at("again", s, 130.0 + s, later + s / 10) for s in (1, 2, 3)]
+    rows = {row["recipe"]: row for row in build_rows({"base": {}, "other": {}, "again": {}}, runs, "base")}
+    assert rows["again"]["speed_verdict"] == verdict
+    if verdict == "not judged":
+        assert rows["again"]["apart"] == [1, 2, 3] and rows["again"]["speedup"] is None
+        note = "not made in one round with the baseline's (seed 1, 2, 3): compare them in another --out"
+        assert note in rows["again"]["speed_note"] and any(note in line for line in notes([*rows.values()]))
+    assert rows["other"]["speed_verdict"] == "no difference shown" and rows["other"]["apart"] == []
+
+
+def test_hours_in_which_other_runs_were_made_are_no_pause() -> None:
+    """Whole trainings: the other row's run of a seed is hours later, and the study was at work all the time."""
+    long = [made_at(name, s, speed + s, 10.0 * s + 2.0 * n) for s in (1, 2, 3)
+            for n, (name, speed) in enumerate((("base", 100.0), ("slow", 50.0), ("fast", 200.0)))]  # fmt: skip
+    for one in long:
+        one.finished = one.started + 2.0 * HOUR - 30.0
+    rows = build_rows({"base": {}, "slow": {}, "fast": {}}, long, "base")
+    assert [row["apart"] for row in rows] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("speed", "waited", "verdict"),
+    [(150.0, 0.0, "faster"), (150.0, 0.5, "not judged"), (600.0, 0.5, "faster"), (150.0, 0.05, "faster")],
+)
+def test_what_others_took_from_the_baseline_is_no_gain(speed: float, waited: float, verdict: str) -> None:
+    runs = [run(name, s, v + s, None) for s in (1, 2, 3) for name, v in (("base", 100.0), ("fast", speed))]
+    for one in runs:
+        if one.recipe == "base":
+            one.result["waited"] = waited
+    base, fast = build_rows({"base": {}, "fast": {}}, runs, "base")
+    assert fast["speed_verdict"] == verdict
+    if verdict == "not judged":
+        assert "other work on this machine may have made the difference" in sentence([base, fast])
+
+
+def test_a_row_slowed_by_others_is_not_called_slower() -> None:
+    runs = [run(name, s, v + s, None) for s in (1, 2, 3) for name, v in (("base", 100.0), ("slow", 70.0))]
+    for one in runs:
+        if one.recipe == "slow":
+            one.result["overlapped"] = True
+    assert build_rows({"base": {}, "slow": {}}, runs, "base")[1]["speed_verdict"] == "not judged"
+
+
+def test_what_the_seeds_do_not_tell_from_the_fastest_is_named_beside_it() -> None:
+    speeds = {"base": (100.0, 101.0, 102.0), "bf16": (143.0, 149.0, 141.0), "norm": (146.0, 143.0, 147.0),
+              "all": (300.0, 303.0, 306.0)}  # fmt: skip
+    recipes = {name: {} for name in speeds}
+
+    def rows(*names: str):
+        runs = [run(name, seed, speeds[name][seed], None) for seed in range(3) for name in names]
+        for one in runs:
+            one.result |= {"losses": [3.0, 3.0, 3.0, 1.0], "eval_accuracy": 0.8}
+        return build_rows({name: recipes[name] for name in names}, runs, "base")
+
+    found = sentence(rows("base", "bf16", "norm"))
+    assert found.startswith("norm measured highest of those whose quality holds: 1.44 times the baseline's speed")
+    assert found.endswith("not told from it: bf16 (from 1.43 times).")
+    assert sentence(rows(*speeds)).startswith("all is the fastest whose quality holds: 3.00 times")
+
+
+def test_a_verdict_on_the_loss_alone_says_so() -> None:
+    runs = [run(name, s, v + s, None) for s in (1, 2, 3) for name, v in (("base", 100.0), ("fast", 150.0))]
+    said = sentence(build_rows({"base": {}, "fast": {}}, runs, "base"))
+    assert said.startswith("fast is the fastest whose loss holds (accuracy was not measured): 1.49 times")
+
+
+def test_more_than_the_measured_peak_is_explained() -> None:
+    runs = [run("base", s, 100.0 + s, None) for s in (1, 2, 3)]
+    for one in runs:
+        one.result["model_flops_per_second"] = 1.5e9
+    rows = build_rows({"base": {}}, runs, "base", peaks={"fp32": 1e9})
+    assert any("MFU above 100 %" in line for line in notes(rows))
