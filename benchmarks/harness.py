@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -227,6 +227,9 @@ def interleaved(
                 "arguments": dict(entries[name].arguments),
             }
             outcome = isolation.run(payload, timeout=min(limit, left + GRACE))
+            made = len((outcome.value or {}).get("seconds") or [])
+            if outcome.status == "ok" and made < batches:
+                outcome = replace(outcome, status="failed", reason=f"only {made} of {steps} steps were made")
             row = {"entry": name, "repetition": repetition, "status": outcome.status, "reason": outcome.reason}
             row |= {"overlapped": not outcome.alone, "waited": outcome.waited, **(outcome.value or {})}
             row |= _speeds(row, recipe.batch_size, batches)
@@ -348,8 +351,9 @@ def _large_enough(entry: Entry, steps: int) -> Recipe:
 
 
 def _speeds(row: dict[str, Any], batch: int, batches: int) -> dict[str, float | None]:
-    """What was done in each second of the steps that count."""
-    spent = sum((row.get("seconds") or [])[-batches:])
+    """What was done in each second of the steps that count; None if there were not as many."""
+    seconds = (row.get("seconds") or [])[-batches:]
+    spent = sum(seconds) if len(seconds) == batches else 0
     done = {"samples": batch * batches, "real_tokens": sum((row.get("tokens") or [])[-batches:])}
     done["flops"] = sum((row.get("flops") or [])[-batches:])
     return {f"{name}_per_second": count / spent if spent and count else None for name, count in done.items()}

@@ -5,7 +5,7 @@
 
 Folders hold the `runs.sqlite` of `composer-speedups ablate`. The first recipe of BASELINE is compared with each of
 MEASURED, seed by seed, as a study does it: worse by less than the margins, with that confidence? Speeds are not: the
-machine need not be the same.
+machine need not be the same. Model, task and length of the training must be.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from typing import Any
 from composer_speedups.ablation.quality import QUALITY_CONFIDENCE, compare_quality
 from composer_speedups.ablation.store import Store
 from composer_speedups.errors import UserError
+from composer_speedups.recipe_schema import count_and_unit
 
 __all__ = ["compare"]
 
 Results = dict[int, dict[str, Any]]  # by seed
+Trained = dict[str, Any]  # what was trained on what, by its key in a recipe
+
+_FOR_SPEED = {"model.attn_implementation", "task.padding", "task.pad_to_multiple_of"}  # they change no sample
 
 
 def compare(baseline: Path, measured: Path, confidence: float = QUALITY_CONFIDENCE) -> str:
     """A table of medians and bounds, and the verdict on each recipe."""
-    (reference, expected), *_ = _results(baseline).items()
+    (reference, (there, expected)), *_ = _results(baseline).items()
     head = [
         "recipe",
         "seeds",
@@ -38,12 +42,18 @@ def compare(baseline: Path, measured: Path, confidence: float = QUALITY_CONFIDEN
         "verdict",
     ]
     rows = [head, ["---"] * len(head)]
-    for recipe, results in _results(measured).items():
+    for recipe, (trained, results) in _results(measured).items():
         quality = compare_quality(results, expected, confidence=confidence)
         both = sorted(results.keys() & expected.keys())
         if not both:
             have = [", ".join(map(str, sorted(x))) or "none" for x in (results, expected)]
             raise UserError(f"{recipe} has no run with a seed of the baseline: {have[0]}, and there {have[1]}")
+        # What only one of them knows was added by a version in between.
+        if other := next((key for key in there if key in trained and trained[key] != there[key]), None):
+            raise UserError(
+                f"{recipe} cannot be compared with the baseline, {reference}: its {other} is {trained[other]}, "
+                f"and there {there[other]}"
+            )
         if len(rows) == 2:
             rows.append([reference, str(len(both)), *_medians(expected, both), "", "", "baseline"])
         bounds = [
@@ -55,14 +65,35 @@ def compare(baseline: Path, measured: Path, confidence: float = QUALITY_CONFIDEN
     return f"Medians over seeds; bounds with {confidence:.1%} confidence, in brackets the margins.\n\n{table}"
 
 
-def _results(folder: Path) -> dict[str, Results]:
+def _results(folder: Path) -> dict[str, tuple[Trained, Results]]:
     with Store(folder / "runs.sqlite", create=False) as store:
-        found: dict[str, Results] = {name: {} for name in store.recipes()}
+        contents = {path: mark.content for path, mark in store.inputs().items()}
+        found: dict[str, tuple[Trained, Results]] = {
+            name: (_trained(recipe, contents), {}) for name, recipe in store.recipes().items()
+        }
         for run in store.runs():
             if run.status == "ok":
-                found[run.recipe][run.seed] = run.result
-    if not any(found.values()):
+                found[run.recipe][1][run.seed] = run.result
+    if not any(results for _, results in found.values()):
         raise UserError(f"{folder} has no run that ended well")
+    return found
+
+
+def _trained(recipe: dict[str, Any], contents: dict[str, str]) -> Trained:
+    """What decides what is learnt: model, task and duration, not speed-ups, batch and learning rate.
+
+    Args:
+        recipe: resolved.
+        contents: of files and folders, by their path: another machine may have them elsewhere.
+    """
+    found: Trained = {"model.name": None, "task.name": None}  # the first difference is told
+    for part in ("model", "task"):
+        found |= {f"{part}.{key}": value for key, value in recipe[part].items() if f"{part}.{key}" not in _FOR_SPEED}
+    for key in ("model.name", "task.path", "task.eval_path"):
+        found[key] = contents.get(found.get(key), found.get(key))
+    found["duration"] = recipe["duration"]
+    if recipe["duration"].endswith("ba"):
+        found["duration"] = f"{count_and_unit(recipe['duration'])[0] * recipe['batch_size']:g}sp"
     return found
 
 

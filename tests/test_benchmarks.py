@@ -8,13 +8,14 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -258,6 +259,21 @@ def test_speeds_are_of_the_batches_that_count() -> None:
     assert (found["samples_per_second"], found["real_tokens_per_second"], found["flops_per_second"]) == (4.0, 10.0, 5.0)
     failed = {"status": "failed", "reason": "x"}
     assert set(harness._speeds(failed, 4, 2).values()) == {None}
+    # One of two steps takes half the time, and is not twice as fast.
+    assert set(harness._speeds({"seconds": [1.0], "tokens": [10], "flops": [5.0]}, 4, 2).values()) == {None}
+
+
+def test_a_run_of_fewer_steps_than_count_is_told_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(harness.Isolation):
+        def run(self, payload: dict[str, Any], timeout: float) -> harness.Outcome:
+            return harness.Outcome("ok", "", {"seconds": [1.0], "tokens": [10], "flops": [5.0]}, "its words", 1.0)
+
+    monkeypatch.setattr(harness, "Isolation", Short)
+    entries = {"a": harness.Entry("ours", "cpu/fp32", TINY)}
+    (found,) = harness.interleaved(entries, tmp_path, repetitions=1, batches=2)
+    assert (found["status"], found["reason"]) == ("failed", "only 1 of 4 steps were made")
+    assert found["samples_per_second"] is None and "only 1 of 4 steps" in harness.rows_in(tmp_path)[0]["reason"]
+    assert "failed: only 1 of 4 steps were made\nits words" in (tmp_path / "failed.txt").read_text()
 
 
 def test_the_table_compares_real_tokens_within_a_kind() -> None:
@@ -445,6 +461,25 @@ def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.C
     assert "0.0016 (0.010) | 0.0153 (0.020) | quality holds |" in fastest(twelve, twelve)
     with pytest.raises(UserError, match="cpu/fp32 has no run with a seed of the baseline: 300, 301"):
         quality.compare(twelve, ten)
+    with closing(sqlite3.connect(later / "runs.sqlite")) as db:  # with the baseline's seeds
+        (text,) = db.execute("SELECT resolved FROM recipes").fetchone()
+    for change, says in (
+        (
+            '{"model": {"name": "answerdotai/ModernBERT-base"}}',
+            "model.name is answerdotai/ModernBERT-base, and there b",
+        ),
+        ('{"task": {"max_length": 64}}', "task.max_length is 64, and there 256"),
+        ('{"duration": "750ba"}', "duration is 24000sp, and there 3ep"),
+        ('{"learning_rate": 1, "speedups": {}, "batch_size": 64, "task": {"padding": "longest", "a_new_key": 1}}', ""),
+    ):
+        with closing(sqlite3.connect(later / "runs.sqlite", isolation_level=None)) as db:
+            db.execute("UPDATE recipes SET resolved = json_patch(?, ?)", (text, change))
+            db.execute("DELETE FROM study WHERE key = 'digest'")
+        if not says:
+            assert "quality holds" in fastest(ten, later)
+            continue
+        with pytest.raises(UserError, match=f"cpu/fastest cannot be compared with the baseline, cpu/fp32: its {says}"):
+            quality.compare(ten, later)
     with pytest.raises(UserError, match=r"between 0\.5 and 1"):
         quality.main([str(ten), str(ten), "--confidence", "95"])
     with pytest.raises(UserError, match=r"runs\.sqlite is not there"):

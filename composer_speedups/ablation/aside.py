@@ -26,8 +26,11 @@ def copied_aside(folder: Path) -> Iterator[Path]:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether a process is at it, or was when it died: then not all is in the one file yet."""
-    return any(folder.glob(f"{STORE}-*"))
+    """Whether a process may be at it, which has shared memory then; a `-wal` alone is copied with the rest.
+
+    SQLite would make the file of the shared memory to read that, and leave it behind where it cannot.
+    """
+    return any((folder / f"{STORE}-{kind}").exists() for kind in ("shm", "journal"))
 
 
 def _backed_up(source: Path, target: Path) -> bool:

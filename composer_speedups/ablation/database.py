@@ -2,7 +2,8 @@
 
 A file that is damaged, of something else or of another version is refused, and left byte for byte as it is.
 Each finished run carries a digest, and so does what the study is about: SQLite checks its pages' structure,
-not that they say what was written.
+not that they say what was written. What has no digest, or comes from a later version, must at least be of the
+shape that is read: whoever reads a store need not look again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import hashlib
 import json
 import math
 import sqlite3
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from composer_speedups.errors import UserError
+from composer_speedups.results import RunResult
 
 __all__ = ["SEAL", "Database", "StoreError", "dump", "run_digest"]
 
@@ -174,20 +178,41 @@ class Database:
                 "SELECT position, owner, claimed_until, attempts, environment, started, finished FROM runs LIMIT 0"
             )
             seal = db.execute("SELECT value FROM study WHERE key = ?", (SEAL,)).fetchone()
-            if seal is not None:
-                if seal[0] != dump(self._facts_digest()):
-                    raise self._damaged("the record of the study, its recipes and environments is not what was written")
-                return
-            try:  # written by an earlier version, without a digest: what can be read is believed
-                for columns in (
-                    "key, value FROM study",
-                    "name, position, resolved FROM recipes",
-                    "id, facts FROM environments",
-                ):
-                    for *_, text in db.execute(f"SELECT {columns}"):
-                        json.loads(text)
+            if seal is not None and seal[0] != dump(self._facts_digest()):
+                raise self._damaged("the record of the study, its recipes and environments is not what was written")
+            try:  # without a digest it is of an earlier version: what can be read is believed
+                wrong = self._misshapen()
             except ValueError as error:
                 raise self._damaged(error) from error
+            if wrong:
+                raise self._damaged(wrong, ", or of another version")
+
+    def _misshapen(self) -> str:
+        """What is not as this version reads it, in words: a reference to nothing, or a value of another type."""
+        db = self.connection
+        for table, _, missing, _ in db.execute("PRAGMA foreign_key_check"):
+            return f"its {table} refer to {missing} that are not there"
+        study = {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM study")}
+        rows = db.execute("SELECT name, position, resolved FROM recipes").fetchall()
+        recipes = {name: json.loads(text) for name, _, text in rows}
+        baseline = study.get("baseline")
+        if recipes and (not isinstance(baseline, str) or baseline not in recipes):
+            return "its baseline is none of its recipes"
+        facts = {str(number): json.loads(text) for number, text in db.execute("SELECT id, facts FROM environments")}
+        tables = {"its": {key: study.get(key) or {} for key in ("inputs", "peaks")}}
+        for what, known in (tables | {"recipe": recipes, "environment": facts}).items():
+            for name, one in known.items():
+                if not isinstance(one, dict):
+                    return f"{what} {name} is {str(one)[:40]!r}"
+        types = get_type_hints(RunResult)
+        for recipe, seed, text in db.execute("SELECT recipe, seed, result FROM runs WHERE result IS NOT NULL"):
+            result = json.loads(text)
+            if not isinstance(result, dict):
+                return f"the result of {recipe}, seed {seed}, is none"
+            for key, hint in types.items():
+                if not _fits(result.get(key), hint):
+                    return f"{key} of {recipe}, seed {seed}, is {str(result[key])[:40]!r}"
+        return ""
 
     def _prepare(self) -> None:
         db = self.connection
@@ -226,10 +251,32 @@ class Database:
         finally:
             self.connection.execute("ROLLBACK")
 
-    def _damaged(self, what: object) -> StoreError:
+    def _damaged(self, what: object, or_else: str = "") -> StoreError:
         return StoreError(
-            f"{self.path} is damaged ({what}). It was left as it is: move it away, or choose another --out"
+            f"{self.path} is damaged{or_else} ({what}). It was left as it is: move it away, or choose another --out"
         )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value that was JSON is of the type that a field of `RunResult` has, as far as it is data.
+
+    >>> _fits([1, 2.5, None], list[float]), _fits("fast", float | None), _fits(math.inf, float), _fits(True, int)
+    (True, False, False, False)
+    """
+    if value is None or hint is Any:  # a number that was not finite is null
+        return True
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(_fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+    if origin is Literal:
+        return isinstance(value, str)
+    if hint in (int, float):
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return isinstance(value, hint)
 
 
 def _check_header(path: Path) -> None:

@@ -21,6 +21,9 @@ _SPAN = 8.0  # rates from an eighth to eight times the scaling rule's
 _FIRST = (1.0, 0.5, 2.0)  # of the rule's: the neighbours tell on which side to look
 _KEPT = 2  # of so many, one goes on to a run of so many times the length
 _LEVELS = 3
+_BLOCKS = 4  # of the last steps, whose means are compared: more of them would be shorter, and go together
+_SHORT_BLOCK = 4  # steps: rather one block less than shorter ones
+_MISTAKEN = 0.05  # how often the best of equal rates may be taken for better
 LEAST_STEPS = 20  # of the shortest run: with fewer, the warm-up weighs too much, and low rates look best
 
 
@@ -155,16 +158,27 @@ def search(train: Train, start: float, chosen: Plan, budget: int, seed: int) -> 
     return best.rate, tried
 
 
-def shown_lower(losses: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether `losses` are below `other` by more than their noise: both of the same last steps, on the same batches.
+def shown_lower(losses: Sequence[float], other: Sequence[float], tried: int = 2) -> bool:
+    """Whether `losses` are below `other` by more than their steps scatter: both of the same last steps and batches.
 
-    Two standard errors of the mean difference. Batches are the same, so that what they differ in among themselves does
-    not count; losses of successive steps go together, so that less than this is certainly nothing.
+    Student's t of the means of a few long blocks of steps: losses of successive steps go together, so that each step by
+    itself is no evidence of its own. What another seed would change is not in it: one run each does not show that.
+
+    Args:
+        losses: of the rate that was chosen.
+        other: of the rate that it is compared with.
+        tried: rates, of which the one with the lowest loss was chosen: the more, the lower it is by luck (Bonferroni).
 
     >>> shown_lower([1.0, 1.2, 1.1], [1.3, 1.5, 1.4]), shown_lower([1.0, 1.4, 1.1], [1.3, 1.2, 1.2])
     (True, False)
     """
-    differences = [a - b for a, b in zip(losses, other, strict=True)]
-    if len(differences) < 2:
+    from scipy import stats
+
+    count = _BLOCKS if len(losses) >= _BLOCKS * _SHORT_BLOCK else _BLOCKS - 1
+    size = len(losses) // count
+    if not size:
         return False
-    return statistics.mean(differences) < -2 * statistics.stdev(differences) / math.sqrt(len(differences))
+    differences = [a - b for a, b in zip(losses, other, strict=True)][-count * size :]
+    means = [statistics.mean(differences[n * size : (n + 1) * size]) for n in range(count)]
+    error = statistics.stdev(means) / math.sqrt(count)
+    return statistics.mean(means) < -float(stats.t.ppf(1 - _MISTAKEN / max(1, tried - 1), count - 1)) * error

@@ -168,21 +168,25 @@ class Search:
         lines = [
             f"Learning rate {best:g}, {reason}.",
             "Loss: mean over the last quarter of a whole run with its own warm-up and decay, all from the same weights",
-            "over the same samples; longer training may prefer another rate. Tried:",
+            "over the same samples. One run each: with another seed close rates may rank otherwise, and longer",
+            "training may prefer another rate. Tried:",
             *rate_lines(tried, plan.samples),
         ]
         self.tries.display.say(f"learning rate {best:g}: {reason}", style="bold")
         return recipe.model_copy(update={"learning_rate": best}), lines, reason
 
     def _settle(self, best: float, rule: float, samples: int, batch: int, count: int) -> tuple[float, str]:
-        """The rate with the lowest loss, if more than noise speaks for it, and else the rule's; and why."""
+        """The rate with the lowest loss, if more than its steps' noise speaks for it, and else the rule's; and why.
+
+        A rule's rate that was given up before the longest runs is not compared again.
+        """
         found = {t["rate"]: t for t in self.tries.record.find(kind="rate", samples=samples, batch=batch) if t["tail"]}
         fallen = found[best]["first"] - found[best]["loss"]
         if fallen <= Margins().loss_floor:
             self.tries.display.say("Give more --samples: too little was learnt to tell rates apart", style="yellow")
             return rule, f"the loss fell by {max(0.0, fallen):.2g} only in {samples:,} samples, too little to compare"
-        if best == rule or rule not in found or rates.shown_lower(found[best]["tail"], found[rule]["tail"]):
-            return best, f"lowest loss of {count} tried"
+        if best == rule or rule not in found or rates.shown_lower(found[best]["tail"], found[rule]["tail"], count):
+            return best, f"lowest loss of {count} tried, one run each"
         return rule, f"none of {count} tried was shown to be better: {best:g} only within the noise"
 
 

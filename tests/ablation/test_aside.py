@@ -50,13 +50,23 @@ def test_runs_of_a_process_that_is_at_it_are_there(store: Store) -> None:
     store.close()
 
 
+def test_nothing_is_left_beside_a_file_that_nobody_uses(store: Store) -> None:
+    store.plan([PlannedRun("base", 1, 0)])
+    store.close()
+    folder = store.path.parent
+    (folder / f"{STORE}-wal").write_bytes(b"garbage" * 1000)
+    before = contents(folder)
+    assert runs_in_copy(folder) == 1
+    assert contents(folder) == before
+
+
 def test_no_study_gives_an_empty_folder(tmp_path: Path) -> None:
     with copied_aside(tmp_path / "none") as aside:
         assert not list(aside.iterdir())
     assert not aside.exists()
 
 
-@pytest.mark.parametrize("beside", [(), ("-wal",)], ids=["at rest", "in use"])
+@pytest.mark.parametrize("beside", [(), ("-wal",), ("-wal", "-shm")], ids=["at rest", "a file left", "in use"])
 def test_what_is_damaged_is_copied_for_the_store_to_judge(tmp_path: Path, beside: tuple[str, ...]) -> None:
     (tmp_path / STORE).write_bytes(b"SQLite format 3\0" + b"?" * 4096)
     for end in beside:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import random
+import re
 import signal
 import sqlite3
 import subprocess
@@ -23,6 +25,7 @@ from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.row import Row, RowRun
 from composer_speedups.ablation.store import Store, StoreError
 from composer_speedups.ablation.study import Settings, Study, run_study
+from composer_speedups.cli import main
 from composer_speedups.errors import UserError
 from composer_speedups.tasks.inputs import changed
 
@@ -461,6 +464,65 @@ def test_a_damaged_column_of_an_earlier_version_is_seen(tmp_path: Path, column: 
     path.write_bytes(data.replace(column.encode(), b"x" + column.encode()[1:]))
     with pytest.raises(StoreError, match=r"cannot open|is damaged"):
         Store(path, create=False)
+
+
+def spoil(path: Path, *changes: str, result: dict | None = None) -> None:
+    """Change a study so that no digest tells of it."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("DELETE FROM study WHERE key = 'digest'")
+        for change in changes:
+            db.execute(change)
+        if result is not None:
+            number, text = db.execute("SELECT id, result FROM runs WHERE status = 'ok' ORDER BY id DESC").fetchone()
+            text = json.dumps(json.loads(text) | result)
+            db.execute("UPDATE runs SET result = ?, digest = NULL WHERE id = ?", (text, number))
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "result", "says"),
+    [
+        (["DELETE FROM recipes WHERE name = 'fast'"], None, "its runs refer to recipes that are not there"),
+        (["DELETE FROM runs WHERE recipe = 'fast'"], None, "its (steps|logs) refer to runs that are not there"),
+        (["DELETE FROM study"], None, "its baseline is none of its recipes"),
+        (["UPDATE study SET value = '\"slow\"' WHERE key = 'baseline'"], None, "its baseline is none of its recipes"),
+        (["UPDATE study SET value = '[\"base\"]' WHERE key = 'baseline'"], None, "its baseline is none of its recipes"),
+        (["INSERT OR REPLACE INTO study VALUES ('peaks', '3')"], None, "its peaks is '3'"),
+        (["UPDATE recipes SET resolved = '[]' WHERE name = 'fast'"], None, r"recipe fast is '\[\]'"),
+        (["UPDATE runs SET result = '[]', digest = NULL"], None, "the result of base, seed 1, is none"),
+        ([], {"samples_per_second": "quick"}, "samples_per_second of fast, seed 1, is 'quick'"),
+        ([], {"samples_per_second": {"median": 1.0}}, "samples_per_second of fast, seed 1, is"),
+        ([], {"samples_per_second": math.inf}, "samples_per_second of fast, seed 1, is 'inf'"),
+        ([], {"peak_memory_bytes": 10**400}, "peak_memory_bytes of fast, seed 1, is '1000"),
+        ([], {"step_samples": [8, "8"]}, "step_samples of fast, seed 1, is"),
+        ([], {"warnings": 3}, "warnings of fast, seed 1, is '3'"),
+    ],
+)
+def test_what_is_not_of_the_shape_that_is_read_is_refused_in_one_line(
+    tmp_path: Path, changes: list[str], result: dict | None, says: str, capsys: pytest.CaptureFixture[str]
+):
+    """As in a study without a digest, or of a later version."""
+    path = tmp_path / "runs.sqlite"
+    study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")], [1])
+    spoil(path, *changes, result=result)
+    before = {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+    for command in (["report", str(tmp_path), "--no-write"], ["report", str(tmp_path)]):
+        capsys.readouterr()
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert re.search(rf"runs\.sqlite is damaged, or of another version \({says}.*It was left as it is", error)
+        assert error.count("\n") == 1
+        assert {p: p.read_bytes() for p in before} == before
+        if "--no-write" in command:
+            assert {p for p in tmp_path.iterdir() if p.is_file()} == set(before)
+
+
+def test_what_a_later_version_adds_is_passed_over(tmp_path: Path):
+    path = tmp_path / "runs.sqlite"
+    study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")], [1])
+    spoil(path, result={"a_new_thing": {"x": ["y"]}, "final_loss": None})
+    with Store(path, create=False) as store:
+        assert "a_new_thing" in store.runs()[-1].result
 
 
 def test_outputs_that_cannot_be_written_cost_no_run(tmp_path: Path):
