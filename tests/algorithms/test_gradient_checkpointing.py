@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 import composer_speedups
 from composer_speedups import GradientCheckpointing, apply_gradient_checkpointing
 from composer_speedups.algorithms import gradient_checkpointing as module
+from composer_speedups.compat import own_checkpointing
 from composer_speedups.errors import ConflictError
 from composer_speedups.memory_meters import SavedForBackward
 
@@ -334,8 +335,8 @@ def test_a_loop_that_switches_the_models_own_on_is_refused(compiled: str | None,
         return transformers.Trainer(model, arguments, train_dataset=samples).train()
 
     with pytest.raises(ConflictError, match="_checkpointing_disable"):
-        train(gradient_checkpointing=True)
-    model.gradient_checkpointing_disable()
+        train(**{own_checkpointing(): True})
+    getattr(model, f"{own_checkpointing()}_disable")()
     assert train().global_step == 1
     torch._dynamo.reset()
 
