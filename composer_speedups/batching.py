@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -149,6 +150,11 @@ class TokenBudgetSampler(DistributedSampler):
                 f"rank{'s' * (num_replicas > 1)}: take tokens_per_batch of at least {least}, or more samples"
             )
 
+    @property
+    def sampler(self) -> TokenBudgetSampler:
+        """Itself: around a batch sampler, Accelerate looks for `sampler.set_epoch`."""
+        return self
+
     def __len__(self) -> int:
         return self.steps
 
@@ -221,12 +227,23 @@ class TrimPadding:
 
 
 def sharing(loader: DataLoader) -> tuple[int, int]:
-    """Rank and number of ranks that `loader` is for: as its own sampler says, else this process's group."""
+    """Rank and number of ranks that `loader` is for: as its own sampler says, else this process's group.
+
+    Accelerate's `prepare` deals out the batches of whatever loader it gets, once more if they were dealt out here.
+    """
     if isinstance(loader.sampler, DistributedSampler):
         return loader.sampler.rank, loader.sampler.num_replicas
+    if _accelerate_shares():
+        return 0, 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
+
+
+def _accelerate_shares() -> bool:
+    """Whether there is an `Accelerator` for several processes; asked so that none is made by asking."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    return getattr(state, "_shared_state", {}).get("num_processes", 1) > 1
 
 
 def seed_of(loader: DataLoader, otherwise: int) -> int:

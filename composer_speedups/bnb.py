@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.optimizer_states import MIN_8BIT_SIZE, Layout
-from composer_speedups.optimizers import become, refuse_unsupported, torch_groups
+from composer_speedups.optimizers import become, refuse_other, refuse_unsupported, torch_groups
 
 __all__ = ["become_bnb", "refuse_fsdp"]
 
@@ -32,6 +32,7 @@ def become_bnb(
     """
     import bitsandbytes.optim as bnb
 
+    refuse_other(optimizer)
     cls = getattr(bnb, class_name)
     if type(optimizer) is cls:
         return 0

@@ -30,6 +30,7 @@ __all__ = [
     "become_torch",
     "describe",
     "is_adamw",
+    "refuse_other",
     "refuse_unsupported",
     "split_off_no_decay",
     "torch_groups",
@@ -70,6 +71,23 @@ def _family(optimizer: Optimizer) -> str | None:
 def is_adamw(optimizer: Optimizer) -> bool:
     """Whether this is an AdamW whose groups and moments are understood here."""
     return _family(optimizer) is not None
+
+
+def refuse_other(optimizer: Optimizer) -> None:
+    """Raise unless `optimizer` is an AdamW that is known here: to convert another would change what it computes."""
+    if is_adamw(optimizer):
+        return
+    cls = type(optimizer)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls.__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
+        raise SpeedUpUnavailable(
+            f"the optimizer is accelerate's {cls.__name__}, which would no longer be one: apply this before "
+            "accelerator.prepare"
+        )
+    raise SpeedUpUnavailable(
+        f"the optimizer is {name}, which may compute another update than AdamW. Make it torch.optim.AdamW, or leave "
+        "this speed-up out"
+    )
 
 
 def torch_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -190,7 +208,12 @@ def _shared_defaults(optimizer: Optimizer, template: Optimizer) -> dict[str, Any
 
 
 def become_torch(optimizer: Optimizer, *, foreach: bool, fused: bool) -> int:
-    """Make any AdamW torch's, in the given implementation; return how many parameters it updates, 0 if it was so."""
+    """Make any AdamW torch's, in the given implementation; return how many parameters it updates, 0 if it was so.
+
+    Raises:
+        SpeedUpUnavailable: the optimizer is no AdamW (`refuse_other`), or one with `differentiable=True`.
+    """
+    refuse_other(optimizer)
     groups = optimizer.param_groups
     if type(optimizer) is torch.optim.AdamW and all(
         bool(g["foreach"]) == foreach and bool(g["fused"]) == fused for g in groups

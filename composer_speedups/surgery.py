@@ -90,7 +90,7 @@ def overrides(module: torch.nn.Module) -> list[Wrap]:
 def _overriding(base: type, names: tuple[str, ...], wrap: Wrap) -> type:
     def method(name: str) -> Callable[..., Any]:
         old = getattr(base, name)
-        new = functools.update_wrapper(wrap(old), old)
+        new = functools.update_wrapper(_with_code_of_its_own(wrap(old)), old)
         new.__signature__ = inspect.signature(old)  # for getfullargspec, which does not unwrap
         return new
 
@@ -117,9 +117,16 @@ def _mixed(base: type, mixin: type) -> type:
         def forward(self, *args, **kwargs):
             return mixin.forward(self, *args, **kwargs)
 
-        body["forward"] = functools.update_wrapper(forward, base.forward)
+        body["forward"] = functools.update_wrapper(_with_code_of_its_own(forward), base.forward)
         forward.__signature__ = inspect.signature(base.forward)  # for getfullargspec, which does not unwrap
     return type(base)(base.__name__, (mixin, base), body)
+
+
+def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, changed: Dynamo counts recompilations by code, and a process's later models would reach its limit."""
+    if inspect.isfunction(function):
+        function.__code__ = function.__code__.replace()
+    return function
 
 
 # Classes made at run time, by `override_methods` and `mix_in`, lie over each other in any order. Each knows what it

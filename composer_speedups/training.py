@@ -39,9 +39,10 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.algorithms.torch_compile import compile_statistics
 from composer_speedups.checkpoints import Checkpoints, exclusive, free_name, writing
-from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError, is_out_of_memory
+from composer_speedups.errors import OutOfMemory, RecipeError, SpeedUpUnavailable, TaskError, is_out_of_memory
 from composer_speedups.flops import local_attention, model_flops
 from composer_speedups.measure import Measurement, peak_memory
+from composer_speedups.recipe_schema import count_and_unit
 from composer_speedups.recipes import Recipe
 from composer_speedups.results import Progress, RunResult
 from composer_speedups.tasks import Task, build_task
@@ -194,7 +195,7 @@ def _trainer(
         max_duration=recipe.duration,
         device_train_microbatch_size=recipe.microbatch_size,
         algorithms=algorithms,
-        callbacks=[measurement, _Epoch(task), *saving],
+        callbacks=[_Warmup(recipe), measurement, _Epoch(task), *saving],
         load_path=checkpoints.load_path if checkpoints else None,
         load_progress_bar=False,
         run_name=recipe.name.replace("/", "-"),
@@ -214,6 +215,25 @@ def _scheduler(recipe: Recipe) -> ComposerScheduler:
     if float(recipe.schedule.warmup.rstrip("abdeprsu")) == 0:
         return without()
     return with_warmup(t_warmup=recipe.schedule.warmup)
+
+
+class _Warmup(Callback):
+    """Refuses a warm-up that outlasts the training: how many batches an epoch has is known only now."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def fit_start(self, state: Any, logger: Any) -> None:
+        warmup, duration = self._recipe.schedule.warmup, self._recipe.duration
+        if warmup.endswith("dur"):  # a share of the duration, below 1
+            return
+        (count, unit), (total, whole) = count_and_unit(warmup), count_and_unit(duration)
+        epoch = int(state.dataloader_len)
+        if {unit, whole} == {"ba", "ep"} and (
+            count * (epoch if unit == "ep" else 1) >= total * (epoch if whole == "ep" else 1)
+        ):
+            steps = f"an epoch is {epoch:,} batches of {self._recipe.batch_size}"
+            raise RecipeError(f"schedule.warmup {warmup} leaves nothing of duration {duration} ({steps}): shorten it")
 
 
 class _Epoch(Callback):

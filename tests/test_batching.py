@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -234,3 +240,37 @@ def test_leaves_alone_what_may_not_be_per_token(caplog) -> None:
 def test_pickles_to_workers() -> None:
     collate = pickle.loads(pickle.dumps(TrimPadding(torch.utils.data.default_collate)))
     assert collate([{"input_ids": torch.ones(3)}])["input_ids"].shape == (1, 3)
+
+
+# ---- several ranks
+
+
+@pytest.fixture(scope="module")
+def seen_on_two_ranks(request, tmp_path_factory):
+    """Name of a loader -> epoch -> rank -> batches; made once for all of pytest's workers."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "accelerate"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += [str(Path(__file__).with_name("accelerate_worker.py")), str(folder)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            with open(folder / "log", "w") as log:
+                subprocess.run(
+                    words, env=environment | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, timeout=300, check=False
+                )
+    assert (folder / "seen.json").exists(), (folder / "log").read_text()[-3000:]
+    return json.loads((folder / "seen.json").read_text())
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["budget", "grouped"])
+@pytest.mark.parametrize("loop", ["bare", "made before", "made after", "trainer"])
+def test_two_ranks_see_every_sample_once_whoever_shares_them(loop: str, kind: str, seen_on_two_ranks) -> None:
+    """In a bare loop the function shares; under Accelerate, and so the Hugging Face Trainer, `prepare` does."""
+    epochs = seen_on_two_ranks[f"{loop} {kind}"]
+    for ranks in epochs:
+        assert len(ranks) == 2 and len(ranks[0]) == len(ranks[1]) == 6
+        assert sorted(row for rank in ranks for batch in rank for row in batch) == list(range(96))
+    assert epochs[0] != epochs[1], "each epoch has an order of its own"

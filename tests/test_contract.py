@@ -43,6 +43,7 @@ from composer_speedups.recipes import load_recipe, recipe_names
 from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes
 
 ROOT = Path(__file__).parents[1]
+OPTIMIZER_KEYS = [key for key in ALL if registry.speedup_class(key).stage is Stage.OPTIMIZER]
 DATA_KEYS = [key for key in ALL if registry.speedup_class(key).stage is Stage.DATA]
 
 
@@ -124,6 +125,53 @@ def test_parameter_groups_stay(key: str, trainer_for) -> None:
     now = trainer.state.optimizers[0].param_groups
     assert [[id(p) for p in g["params"]] for g in now] == expected
     assert [(g["lr"], g["weight_decay"]) for g in now] == [(1e-3, 0.1), (1e-4, 0.0)]
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A user's, whose step does something of its own."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.counted = getattr(self, "counted", 0) + 1
+        return loss
+
+
+def prepared(parameters, **settings):
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(torch.optim.AdamW(parameters, **settings))
+
+
+OTHERS = {
+    "Adam": (torch.optim.Adam, r"torch\.optim\.adam\.Adam, .* Make it torch\.optim\.AdamW"),
+    "SGD": (torch.optim.SGD, r"torch\.optim\.sgd\.SGD, .* Make it torch\.optim\.AdamW"),
+    "own": (OwnAdamW, r"OwnAdamW, .* Make it torch\.optim\.AdamW"),
+    "prepared": (prepared, r"AcceleratedOptimizer, .* before accelerator\.prepare"),
+}
+
+
+@pytest.fixture
+def no_accelerator_after():
+    """What an Accelerator chooses belongs to the process."""
+    yield
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("no_accelerator_after")
+@pytest.mark.parametrize("make_other, message", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("key", OPTIMIZER_KEYS)
+def test_an_optimizer_that_is_no_adamw_is_refused_and_stays(key: str, make_other, message: str) -> None:
+    layer = torch.nn.Linear(8, 8)
+    optimizer = make_other(layer.parameters(), lr=0.5)
+    layer(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    function, cls, before = registry.function(key), type(optimizer), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(SpeedUpUnavailable, match=message):
+        function(optimizer, *([layer] if "model" in inspect.signature(function).parameters else []))
+    assert type(optimizer) is cls
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
 # ---- 2. checkpoints travel

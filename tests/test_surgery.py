@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 from itertools import permutations
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from composer_speedups import apply_gradient_checkpointing, apply_last_layer_subset, apply_mixed_precision
-from composer_speedups.surgery import overrides, repeated_blocks, stock_class
+from composer_speedups.compat import compile_counters
+from composer_speedups.compilation import compile_statistics
+from composer_speedups.surgery import mix_in, override_methods, overrides, repeated_blocks, stock_class
 
 # Two mixins and an override, two of them on the classifier itself and two on its last layer.
 SURGERIES = {
@@ -38,3 +41,36 @@ def test_in_any_order_they_copy_and_pickle(order: tuple[str, ...]) -> None:
             assert torch.equal(twin(**batch).logits, expected)
     assert all(stock_class(type(m)) is type(s) for m, s in zip(model.modules(), stock.modules(), strict=True))
     assert len(repeated_blocks(model)) == 2
+
+
+class Twice:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@dataclass(frozen=True)
+class Doubled:
+    def __call__(self, forward):
+        def doubled(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * forward(self, x)
+
+        return doubled
+
+
+@pytest.mark.parametrize("change", ["mix_in", "override_methods"])
+def test_each_class_has_dynamos_limit_of_its_own(change: str) -> None:
+    """In one process many models may be compiled: with one code for all of them, the last ones would run uncompiled."""
+    torch._dynamo.reset()
+    before = compile_counters()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for number in range(4):
+            layer = type(f"Layer{number}", (torch.nn.Linear,), {"forward": lambda self, x: self.weight.sum() * x})(3, 3)
+            if change == "mix_in":
+                mix_in(Twice, layer)
+            else:
+                assert override_methods(layer, ("forward",), Doubled())
+            layer.compile(backend="eager")
+            torch.testing.assert_close(layer(torch.ones(2, 3)), 2 * layer.weight.sum() * torch.ones(2, 3))
+    statistics = compile_statistics(before)
+    assert (statistics["graphs"], statistics["frames_over_limit"]) == (4, 0)
+    torch._dynamo.reset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from composer_speedups import checkpoints, hardware, measure, training
-from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
+from composer_speedups.errors import OutOfMemory, RecipeError, SpeedUpUnavailable, TaskError
 from composer_speedups.flops import local_attention, model_flops, pairs_within
 from composer_speedups.recipes import load_recipe
 from composer_speedups.training import run
@@ -322,6 +323,27 @@ def test_flops_of_modern_bert_in_a_run(tmp_path) -> None:
     near = sum(abs(i - j) <= 4 for i in range(32) for j in range(32))
     sample = 6 * 32 * 5 * (4 * 64**2 + 3 * 64 * 96) + 12 * 64 * (2 * 32**2 + 3 * near)
     assert result.model_flops_per_second == pytest.approx(result.samples_per_second * sample)
+
+
+@pytest.mark.parametrize(
+    ("duration", "warmup", "speedups", "batches"),
+    [
+        ("2ep", "16ba", "{}", 8),
+        ("16ba", "2ep", "{}", 8),
+        ("1ep", "4ba", "{token_budget_batches: {tokens_per_batch: 256}}", 4),
+    ],
+)
+def test_a_warmup_that_outlasts_the_training_is_refused(duration, warmup, speedups, batches) -> None:
+    """The rate that was asked for would never be reached; how many batches there are the recipe does not tell."""
+    settings = (f"duration={duration}", f"schedule.warmup={warmup}", f"speedups={speedups}", "evaluate=false")
+    message = f"schedule.warmup {warmup} leaves nothing of duration {duration} (an epoch is {batches} batches of 8)"
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        run(tiny(*settings))
+
+
+@pytest.mark.parametrize(("duration", "warmup"), [("2ep", "15ba"), ("9ba", "1ep"), ("2ep", "1ep")])
+def test_a_warmup_that_leaves_a_batch_is_a_warmup(duration, warmup) -> None:
+    assert run(tiny(f"duration={duration}", f"schedule.warmup={warmup}", "evaluate=false")).status == "ok"
 
 
 def test_tensorboard_logger_from_the_recipe(tmp_path) -> None:

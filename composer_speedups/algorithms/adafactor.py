@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.optimizer_states import read_moments
-from composer_speedups.optimizers import OptimizerSpeedUp, become, describe, sizes, torch_groups
+from composer_speedups.optimizers import OptimizerSpeedUp, become, describe, refuse_other, sizes, torch_groups
 
 __all__ = ["Adafactor", "apply_adafactor"]
 
@@ -63,7 +63,8 @@ def apply_adafactor(optimizer: Optimizer, *, scale_parameter: bool = False, fore
         foreach: update lists of tensors: fewer launches, and a copy of the weights in memory.
 
     Raises:
-        SpeedUpUnavailable: the optimizer uses what Adafactor has not (amsgrad, differentiable, fp16 parameters).
+        SpeedUpUnavailable: the optimizer is no AdamW, or uses what Adafactor has not (amsgrad, differentiable, fp16
+            parameters).
 
     >>> import torch
     >>> layer = torch.nn.Linear(64, 64)
@@ -75,6 +76,7 @@ def apply_adafactor(optimizer: Optimizer, *, scale_parameter: bool = False, fore
     check_flag("foreach", foreach)
     if type(optimizer) is torch.optim.Adafactor:
         return 0
+    refuse_other(optimizer)
     _refuse_unsupported(optimizer)
     groups = torch_groups(optimizer)
     eps = (_LEAST, 1e-3 if scale_parameter else 1.0)

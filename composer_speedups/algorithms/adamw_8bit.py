@@ -55,7 +55,7 @@ def apply_adamw_8bit(
 
     Raises:
         ValueError: no model was given to look for embeddings in.
-        SpeedUpUnavailable: the optimizer uses what bitsandbytes has not (amsgrad, maximize, float64).
+        SpeedUpUnavailable: the optimizer is no AdamW, or uses what bitsandbytes has not (amsgrad, maximize, float64).
 
     >>> import torch
     >>> layer = torch.nn.Linear(64, 64)

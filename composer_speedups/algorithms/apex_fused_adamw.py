@@ -27,7 +27,14 @@ from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.optimizers import OptimizerSpeedUp, adamw_state_bytes, become, refuse_unsupported, torch_groups
+from composer_speedups.optimizers import (
+    OptimizerSpeedUp,
+    adamw_state_bytes,
+    become,
+    refuse_other,
+    refuse_unsupported,
+    torch_groups,
+)
 
 __all__ = ["ApexFusedAdamW", "apply_apex_fused_adamw"]
 
@@ -41,8 +48,9 @@ def apply_apex_fused_adamw(optimizer: Optimizer) -> int:
     0 if it was this already.
 
     Raises:
-        SpeedUpUnavailable: Apex is not installed, or the optimizer uses what Apex has not (amsgrad, ...).
+        SpeedUpUnavailable: Apex is not installed, or the optimizer is no AdamW, or uses what Apex has not (amsgrad).
     """
+    refuse_other(optimizer)
     fused_adam = _fused_adam()
     if type(optimizer) is fused_adam:
         return 0

@@ -39,7 +39,7 @@ def apply_bnb_adamw(optimizer: Optimizer) -> int:
     0 if it was this already.
 
     Raises:
-        SpeedUpUnavailable: the optimizer uses what bitsandbytes has not (amsgrad, maximize, float64).
+        SpeedUpUnavailable: the optimizer is no AdamW, or uses what bitsandbytes has not (amsgrad, maximize, float64).
 
     >>> import torch
     >>> optimizer = torch.optim.AdamW([torch.zeros(3, requires_grad=True)], lr=1e-3)

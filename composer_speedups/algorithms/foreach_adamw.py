@@ -35,6 +35,10 @@ def apply_foreach_adamw(optimizer: Optimizer) -> int:
     Groups, rates, moments, hooks and schedulers stay. Returns for how many parameters the update changed;
     0 if it was this already.
 
+    Raises:
+        SpeedUpUnavailable: the optimizer is no AdamW, or was made with `differentiable=True`, which only the for-loop
+            computes.
+
     >>> import torch
     >>> optimizer = torch.optim.AdamW([torch.zeros(3, requires_grad=True)], lr=1e-3)
     >>> apply_foreach_adamw(optimizer), optimizer.param_groups[0]["foreach"]

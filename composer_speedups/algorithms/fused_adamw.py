@@ -34,7 +34,8 @@ def apply_fused_adamw(optimizer: Optimizer) -> int:
     0 if it was this already.
 
     Raises:
-        SpeedUpUnavailable: AdamW was made with `differentiable=True`, which only the for-loop computes.
+        SpeedUpUnavailable: the optimizer is no AdamW, or was made with `differentiable=True`, which only the for-loop
+            computes.
 
     >>> import torch
     >>> optimizer = torch.optim.AdamW([torch.zeros(3, requires_grad=True)], lr=1e-3)

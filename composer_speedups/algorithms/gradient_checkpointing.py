@@ -16,8 +16,8 @@ model keeps with it and without. `every=2` recomputes every second block: half t
 
 **Needs.** A model with a list of equal blocks: any Hugging Face encoder or decoder, or your own; of several lists the
 one with the most parameters. It is `torch.utils.checkpoint` without re-entrance, so DDP, frozen weights and
-accumulation work as ever; transformers' own checkpointing is refused beside it, at the start of each `fit`, too: in a
-loop of your own, do not switch it on later, as blocks would be computed three times. Hooks inside a block run twice. A
+accumulation work as ever; transformers' own checkpointing is refused beside it, also if it is switched on later, as
+the Hugging Face Trainer does it: blocks would be computed three times. Hooks inside a block run twice. A
 decoder's cache of keys and values is left out in training, as it would be filled twice; blocks called in evaluation
 with a cache are not checkpointed. A block may not change anything outside itself. Under `TorchCompile(scope="block")`
 the compiled block is run twice; under `scope="model"` the compiler recomputes.
@@ -107,11 +107,15 @@ class GradientCheckpointing(SpeedUp):
 
 def _refuse_own(model: torch.nn.Module) -> None:
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        own = own_checkpointing()
-        raise ConflictError(
-            f"gradient_checkpointing and the model's own {own}_enable() would recompute every block "
-            f"twice. Call model.{own}_disable(), or remove the speed-up"
-        )
+        raise _conflict()
+
+
+def _conflict() -> ConflictError:
+    own = own_checkpointing()
+    return ConflictError(
+        f"gradient_checkpointing and the model's own {own}_enable() would recompute every block "
+        f"twice. Call model.{own}_disable(), or remove the speed-up"
+    )
 
 
 class _Checkpointed:
@@ -123,6 +127,8 @@ class _Checkpointed:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and getattr(self, "gradient_checkpointing", False):  # switched on since we came
+            raise _conflict()
         call, kwargs = super().__call__, with_request(self, kwargs)  # in backward nobody asks any more
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)

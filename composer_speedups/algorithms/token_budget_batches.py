@@ -19,8 +19,8 @@ padded models use `LengthGroupedBatches`.
 **Needs.** A `DataLoader` with `batch_size` over a map-style dataset of dicts with `attention_mask` or
 `input_ids`, or with `dataset.lengths`. A step's tokens deviate from the budget by less than one sample's. The
 number of steps per epoch is the same in all epochs. `drop_last` is not needed and not kept. Composer's
-`time/sample` counts the samples that there were. Not with the Trainer's `accumulate_train_batch_on_tokens`,
-another weighting of ranks.
+`time/sample` counts the samples that there were. The Trainer's `accumulate_train_batch_on_tokens`, another
+weighting of ranks, is refused unless `weighting="batch"`.
 
 Source: token-budget batches as fairseq's `max_tokens`; sequence packing in ModernBERT.
 """
@@ -28,6 +28,7 @@ Source: token-budget batches as fairseq's `max_tokens`; sequence packing in Mode
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -37,6 +38,7 @@ from torch.utils.data import DataLoader
 
 from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.batching import TokenBudgetSampler, check_loader, rebuild, sample_lengths, seed_of, sharing
+from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["TokenBudgetBatches", "apply_token_budget_batches"]
@@ -115,6 +117,11 @@ class TokenBudgetBatches(SpeedUp):
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.FIT_START:
+            if self.weighting == "sample" and _weighs_tokens():
+                raise ConflictError(
+                    "token_budget_batches weighs all samples alike, and the Trainer's "
+                    "accumulate_train_batch_on_tokens=True all tokens. Leave that out, or set weighting='batch'"
+                )
             if (
                 self._set is None or state.device_train_microbatch_size != self._set
             ):  # else of a fit that was broken off
@@ -184,3 +191,13 @@ class TokenBudgetBatches(SpeedUp):
         for loss in losses:
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.register_hook(lambda gradient: gradient * factor)  # the logged loss stays the batch's mean
+
+
+def _weighs_tokens() -> bool:
+    """Whether the Trainer that is calling us weighs by tokens: neither state nor events tell of it."""
+    from composer import Trainer
+
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not Trainer._train_loop.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals["self"].accumulate_train_batch_on_tokens

@@ -104,7 +104,8 @@ def read(
     ordered = sorted(
         ((_hash(seed, text), text, number.get(label or "", 0), part) for text, label, part in kept), key=lambda r: r[:3]
     )
-    if all(part != "evaluation" for *_, part in ordered):
+    told = any(part == "evaluation" for *_, part in ordered)
+    if not told:
         wanted = len(ordered) // 10 if evaluation is None else min(evaluation, len(ordered) // 10)
         cut = max(1, wanted)
         while cut < len(ordered) and ordered[cut][0] == ordered[cut - 1][0]:
@@ -117,7 +118,20 @@ def read(
     for part, what in (("train", "train"), ("evaluation", "evaluate")):
         if not parts[part]:
             raise TaskError(f"{path!r} leaves no text to {what} on ({len(kept):,} texts): give more, or task.eval_path")
+    known, asked = ({n for _, _, n in parts[part]} for part in ("train", "evaluation"))
+    if told and not known & asked:  # in a part of a few texts, chosen by their hash, it happens
+        raise TaskError(
+            f"the labels to evaluate on ({_some(asked, names)}), as {eval_path or path} has them, do not occur among "
+            f"those to train on ({_some(known, names)}): write them alike"
+        )
     chosen_train, chosen_eval = parts["train"][:train], parts["evaluation"][:evaluation]
+    known = {n for _, _, n in chosen_train}
+    new = [n for _, _, n in chosen_eval if n not in known]
+    if new:
+        notes.append(
+            f"{len(new):,} of {len(chosen_eval):,} texts to evaluate on have labels that no text to train on has: "
+            f"{_some(set(new), names)}"
+        )
     if train is not None and train < len(parts["train"]):
         notes.append(
             f"{train:,} of {len(parts['train']):,} texts to train on are used: task.train_samples=null takes all"
@@ -307,6 +321,11 @@ def _label_names(labels: set[str], rows: int, column: str | None) -> list[str]:
         return sorted(labels, key=int)
     except ValueError:
         return sorted(labels)
+
+
+def _some(labels: set[int], names: list[str]) -> str:
+    shown = ", ".join(repr(names[n]) for n in sorted(labels)[:5])
+    return f"{shown} and {len(labels) - 5} more" if len(labels) > 5 else shown
 
 
 def _hash(seed: int, text: str) -> bytes:

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 import composer_speedups
 from composer_speedups import GradientCheckpointing, apply_gradient_checkpointing
 from composer_speedups.algorithms import gradient_checkpointing as module
+from composer_speedups.compat import own_checkpointing
 from composer_speedups.errors import ConflictError
 from composer_speedups.memory_meters import SavedForBackward
 
@@ -314,6 +315,30 @@ def test_twice_by_another_way_is_refused_when_that_comes_later(make_trainer) -> 
     getattr(model, str(refused.value).split("Call model.")[1].split("()")[0])()
     trainer.fit()
     assert trainer.state.timestamp.batch > 0
+
+
+@pytest.mark.parametrize("compiled", [None, "block", "model"])
+def test_a_loop_that_switches_the_models_own_on_is_refused(compiled: str | None, tmp_path) -> None:
+    """As the Hugging Face Trainer does after all that its user has applied."""
+    torch._dynamo.reset()
+    model = bert()
+    assert apply_gradient_checkpointing(model) == 2
+    if compiled:
+        assert composer_speedups.apply_torch_compile(model, scope=compiled, backend="aot_eager") > 0
+    rows = batch()
+    samples = [{name: column[i] for name, column in rows.items()} for i in range(len(rows["labels"]))]
+    settings = {"num_train_epochs": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    settings |= {"save_strategy": "no", "logging_strategy": "no", "dataloader_pin_memory": False}
+
+    def train(**more):
+        arguments = transformers.TrainingArguments(str(tmp_path), **settings, **more)
+        return transformers.Trainer(model, arguments, train_dataset=samples).train()
+
+    with pytest.raises(ConflictError, match="_checkpointing_disable"):
+        train(**{own_checkpointing(): True})
+    getattr(model, f"{own_checkpointing()}_disable")()
+    assert train().global_step == 1
+    torch._dynamo.reset()
 
 
 def test_applied_again_says_so(make_trainer) -> None:

@@ -14,6 +14,7 @@ from transformers import BertForSequenceClassification
 
 from composer_speedups import TokenBudgetBatches, apply_token_budget_batches
 from composer_speedups.batching import TokenBudgetSampler, sample_lengths
+from composer_speedups.errors import ConflictError
 
 
 def test_equal_tokens_every_sample_once_and_no_warning(make_trainer) -> None:
@@ -203,6 +204,17 @@ def test_warns_where_all_samples_are_equally_long(make_trainer) -> None:
     samples = [{"input_ids": torch.ones(8, dtype=torch.long), "attention_mask": torch.ones(8), "labels": 1}] * 16
     with pytest.warns(NoEffectWarning, match="all 16 samples have 8 tokens"):
         train(make_trainer, [TokenBudgetBatches()], "1ep", loader=DataLoader(samples, batch_size=8))
+
+
+def test_two_weightings_are_refused(make_trainer) -> None:
+    options = {"train_dataloader": DataLoader(Indexed(), batch_size=8), "accumulate_train_batch_on_tokens": True}
+    trainer = make_trainer([TokenBudgetBatches()], **options)
+    with pytest.raises(ConflictError, match=r"accumulate_train_batch_on_tokens.*Leave that out, or set weighting"):
+        trainer.fit()
+    assert trainer.state.timestamp.batch == 0
+    trainer = make_trainer([TokenBudgetBatches(weighting="batch")], **options)
+    trainer.fit(duration="1ba")
+    assert trainer.state.timestamp.batch == 1
 
 
 @pytest.mark.parametrize(

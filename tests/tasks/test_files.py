@@ -251,3 +251,21 @@ def test_about_how_many_rows(tmp_path: Path):
     assert files.about_rows(str(large)) == pytest.approx(60_000, rel=0.01)
     assert files.about_rows(str(write_parquet(tmp_path / "a.parquet"))) is None
     assert files.about_rows(str(tmp_path / "none.csv")) is None
+
+
+def test_labels_to_evaluate_on_that_training_never_sees(tmp_path) -> None:
+    """Their classes would be trained by nothing, and the accuracy would be 0 without a word."""
+    train = str(write_csv(tmp_path / "a.csv", [(f"text {i}", str(i % 2)) for i in range(40)]))
+    other = str(write_csv(tmp_path / "b.csv", [(f"held out {i}", ("pos", "neg")[i % 2]) for i in range(10)]))
+    message = (
+        rf"evaluate on \('neg', 'pos'\), as {re.escape(other)} has them, .* train on \('0', '1'\): write them alike"
+    )
+    with pytest.raises(TaskError, match=message) as refused:
+        files.read(train, eval_path=other)
+    assert "\n" not in str(refused.value)
+    assert files.read(train, eval_path=other, label_column=None).evaluation, "masked tokens need no labels"
+
+    some = str(write_csv(tmp_path / "c.csv", [(f"held out {i}", "012"[i % 3]) for i in range(10)]))
+    texts = files.read(train, eval_path=some)
+    assert texts.notes == ["3 of 10 texts to evaluate on have labels that no text to train on has: '2'"]
+    assert files.read(train).notes == []
