@@ -134,15 +134,20 @@ class TokenBudgetSampler(DistributedSampler):
     The number of batches is the same in every epoch: the shuffled samples' tokens, end to end, are cut into that many
     equal stretches, and a sample belongs to the stretch that its middle lies in. So a batch has `tokens` tokens a
     rank on average and deviates by less than a sample. The ranks get equal shares, the longest samples dealt first.
+
+    Args:
+        tokens: of a batch, on each rank.
+        together: of a batch, on all ranks, where they do not depend on the number of ranks, as rounded `tokens` would.
     """
 
     def __init__(
-        self, dataset: Dataset, lengths: np.ndarray, *, tokens: int, seed: int, num_replicas: int, rank: int
-    ) -> None:
+        self, dataset: Dataset, lengths: np.ndarray, *, tokens: int, seed: int, num_replicas: int, rank: int,
+        together: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.lengths, self.tokens = lengths, tokens
         total, longest = int(lengths.sum()), int(lengths.max())
-        self.steps = max(1, round(total / (tokens * num_replicas)))
+        self.steps = max(1, round(total / (together or tokens * num_replicas)))
         if (self.steps > 1 and total / self.steps < (num_replicas + 1) * longest) or len(lengths) < num_replicas:
             least = -(-(num_replicas + 1) * longest // num_replicas)
             raise SpeedUpUnavailable(
@@ -169,6 +174,28 @@ class TokenBudgetSampler(DistributedSampler):
         stretch = np.minimum((middle * self.steps / lengths.sum()).astype(np.int64), self.steps - 1)
         cuts = np.searchsorted(stretch, np.arange(1, self.steps))
         return [self._share(batch) for batch in np.split(order, cuts)]
+
+    def samples_before(self, epoch: int, step: int) -> int:
+        """How many samples, of all ranks, `epoch` has in its first `step` batches."""
+        self.set_epoch(epoch)
+        return sum(len(share) for batch in self.batches()[:step] for share in batch)
+
+    @staticmethod
+    def microbatches(samples: Sequence[int], most: float) -> int:
+        """Into how many microbatches all ranks split a step that has `samples` on them, one size on each rank.
+
+        All must do as many: under FSDP, and where DDP reduces after each, a rank with more would wait for the others
+        forever. It is the least number that leaves `most` samples in each; where no number does, as a rank has too
+        few samples for so many, the next smaller one that all can do.
+
+        >>> TokenBudgetSampler.microbatches([5, 8], 4), TokenBudgetSampler.microbatches([2, 20], 4)
+        (2, 2)
+        """
+        wanted, possible = max(math.ceil(count / most) for count in samples), min(samples)
+        for number in (*range(wanted, possible + 1), *range(min(wanted, possible), 1, -1)):
+            if all(math.ceil(count / math.ceil(count / number)) == number for count in samples):
+                return number
+        return 1
 
     def _share(self, batch: np.ndarray) -> list[list[int]]:
         if self.num_replicas == 1:

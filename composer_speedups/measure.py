@@ -52,7 +52,7 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 class Measurement(Callback):
-    """Records losses, seconds, samples and real tokens of each step, and reports progress.
+    """Records losses, seconds, samples (of all ranks) and real tokens (of this one) of each step, and reports progress.
 
     Args:
         report: called with a `Progress` a few times a second.
@@ -137,7 +137,6 @@ class Measurement(Callback):
             local = squares if self._reach is None else pairs_within(lengths, self._reach)
             self._lengths.append(torch.stack([lengths.sum(), squares, local]))
             self._padded_tokens += mask.numel()
-        self.samples.append(state.batch_get_item("labels").shape[0])
 
     def batch_end(self, state: State, logger: Logger) -> None:
         now = self._now()
@@ -146,6 +145,8 @@ class Measurement(Callback):
         self._step = len(self._ticks)
         loss = float(state.total_loss_dict.get("loss/train/total", math.nan))
         self.losses.append(loss)
+        # Of all ranks, which may have unequal numbers: Composer has summed them in its own account of time.
+        self.samples.append(int(state.timestamp.sample) - int(state.previous_timestamp.sample))
         compiled = self._compile_seconds()
         self.compiling.append(compiled > self._compiled)
         self._compiled = compiled
@@ -213,7 +214,7 @@ class Measurement(Callback):
             steps=self._steps,
             loss=loss,
             accuracy=None if self._cuda else _accuracy(state),  # reading it would make the host wait, too
-            samples_per_second=dist.get_world_size() * sum(self.samples[-len(recent) :]) / max(seconds, 1e-9),
+            samples_per_second=sum(self.samples[-len(recent) :]) / max(seconds, 1e-9),
             seconds_left=max(0, self._steps - self._step) * pace,
         )
 

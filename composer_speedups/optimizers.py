@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+from composer_speedups.optimizer_loading import Loading
 from composer_speedups.optimizer_states import Layout, read_moments, write_moments
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -258,7 +259,9 @@ class OptimizerSpeedUp(SpeedUp):
     brings the groups of the file back, so they are set again after it.
 
     Args:
-        no_decay_on_bias_and_norm: take the weight decay off parameters of fewer than two dimensions.
+        no_decay_on_bias_and_norm: take the weight decay off parameters of fewer than two dimensions. A checkpoint
+            saved with another value loads, with this one's weight decay. Only a Trainer without this package, which
+            has one group again, would take the one without decay for all: give it `load_ignore_keys` or two groups.
     """
 
     stage = Stage.OPTIMIZER
@@ -313,9 +316,20 @@ class OptimizerSpeedUp(SpeedUp):
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BEFORE_LOAD:
             self._check_schedulers(state.schedulers, state.optimizers)
-        else:
-            _refuse_lost_moments(state)
+            if self.knows(state.optimizers[0]):
+                Loading(state)
+        elif (checkpoint := Loading.end(state)) is not None:
+            self.check_moments(state, checkpoint)
+            checkpoint.restore_groups(state)
             reassert(state.optimizers[0], self.flags)
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` is one that this makes, or would have made had it not been one before."""
+        return is_adamw(optimizer)
+
+    def check_moments(self, state: State, checkpoint: Loading) -> None:
+        """Raise if a checkpoint in mid-training was loaded, and its moments were another optimizer's."""
+        _refuse_lost_moments(state, checkpoint)
 
     def _check_schedulers(self, schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
         # A PyTorch scheduler made before the split would set the rates of the first groups only, silently.
@@ -342,8 +356,8 @@ def sizes(trained: Sequence[torch.Tensor]) -> list[int]:
     return [parameter.numel() * parameter.element_size() for parameter in trained]
 
 
-def _refuse_lost_moments(state: State) -> None:
-    """Raise if a checkpoint in mid-training was loaded, and its moments were not, or were another optimizer's.
+def _refuse_lost_moments(state: State, checkpoint: Loading) -> None:
+    """Raise if a checkpoint in mid-training was loaded, and its moments were not, as they were another optimizer's.
 
     Composer stores an optimizer's state under the name of its class, and goes on with empty moments if it finds
     another name there: the loss then jumps, and nobody knows why. torch and bitsandbytes share the name AdamW: then
@@ -355,6 +369,8 @@ def _refuse_lost_moments(state: State) -> None:
         return
     entry = "state1" if family == "bnb" else "exp_avg"
     if optimizer.state and all(entry in moments for moments in optimizer.state.values()):
+        return
+    if not checkpoint.lost(state):
         return
     to = {"torch": "adamw", "decoupled": "decoupled_adamw", "apex": "apex_fused_adamw"}.get(family) or (
         "adamw_8bit" if type(optimizer).__name__ == "AdamW8bit" else "bnb_adamw"

@@ -320,9 +320,7 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
     if losses:
         result.final_loss = sum(losses[-(tail := max(1, len(losses) // 10)) :]) / tail
     result.kernels = sorted({str(e["kernel"]) for e in result.evidence.values() if e.get("kernel")})
-    # Composer counts one rank's samples; a step has those of all.
-    world = dist.get_world_size()
-    samples = [world * count for count in measurement.samples]
+    world, samples = dist.get_world_size(), measurement.samples
     if any(count != recipe.batch_size for count in samples):
         result.step_samples = samples
     counted = [

@@ -128,6 +128,46 @@ def test_budget_epoch_has_every_sample_once_and_equal_tokens(ranks: int) -> None
     assert len(steps) == 1  # the same in all epochs, as schedules need it
 
 
+def test_all_ranks_split_a_step_into_as_many_microbatches() -> None:
+    random = np.random.default_rng(5)
+    larger = 0
+    for _ in range(3000):
+        most, samples = int(random.integers(1, 12)), random.integers(1, 60, random.integers(1, 5)).tolist()
+        number = TokenBudgetSampler.microbatches(samples, most)
+        parts = [torch.zeros(count).split(-(-count // number)) for count in samples]
+        assert {len(split) for split in parts} == {number}
+        above = max(len(part) for split in parts for part in split) > most
+        if len(samples) == 1:
+            assert number == -(-samples[0] // most) and not above
+        possible = [
+            n
+            for n in range(1, min(samples) + 1)
+            if all(-(-s // -(-s // n)) == n and -(-s // n) <= most for s in samples)
+        ]
+        assert above == (not possible) and (above or number == possible[0])
+        larger += above
+    assert 0 < larger < 3000
+    assert TokenBudgetSampler.microbatches([16, 12, 14], 8) == 2
+
+
+@pytest.mark.parametrize("batch", [8, 24, 40])
+def test_the_default_budget_has_as_many_steps_on_any_number_of_ranks(batch: int) -> None:
+    from composer_speedups import apply_token_budget_batches
+
+    for rows in range(batch * 12 - 1, batch * 13 + 1, batch // 8):  # 12.5 batches, too
+        steps = set()
+        for ranks in (1, 2, 4, 8):
+            rows_of = Rows(LENGTHS[:rows])
+            sampler = DistributedSampler(rows_of, num_replicas=ranks, rank=0)
+            try:
+                steps.add(
+                    len(apply_token_budget_batches(DataLoader(rows_of, batch_size=batch // ranks, sampler=sampler)))
+                )
+            except SpeedUpUnavailable:  # too few samples a batch for so many ranks
+                assert ranks * 2 > batch // 4
+        assert len(steps) == 1, (rows, steps)
+
+
 def test_budget_that_cannot_work_says_what_would() -> None:
     with pytest.raises(SpeedUpUnavailable, match="take tokens_per_batch of at least 3") as error:
         budget(tokens=150)

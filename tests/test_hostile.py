@@ -498,7 +498,12 @@ def measured(losses: list[float]) -> Measurement:
     measurement = Measurement()
     measurement._cuda, measurement._compiled, measurement._mark, measurement._began = False, 0.0, 0.0, 0.0
     for loss in losses:
-        state = SimpleNamespace(total_loss_dict={"loss/train/total": loss}, stop_training=lambda: None)
+        state = SimpleNamespace(
+            total_loss_dict={"loss/train/total": loss},
+            stop_training=lambda: None,
+            timestamp=SimpleNamespace(sample=8),
+            previous_timestamp=SimpleNamespace(sample=0),
+        )
         measurement.batch_end(state, None)
         if measurement.gave_up:
             break

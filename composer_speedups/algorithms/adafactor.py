@@ -34,12 +34,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from composer.core import Event, State
+from composer.core import State
 from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+from composer_speedups.optimizer_loading import Loading
 from composer_speedups.optimizer_states import read_moments
 from composer_speedups.optimizers import OptimizerSpeedUp, become, describe, refuse_other, sizes, torch_groups
 
@@ -136,15 +137,13 @@ class Adafactor(OptimizerSpeedUp):
     def convert(self, optimizer: Optimizer, model: torch.nn.Module) -> int:
         return apply_adafactor(optimizer, scale_parameter=self.scale_parameter, foreach=self.foreach)
 
-    def on_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event is Event.BEFORE_LOAD:
-            super().on_event(event, state, logger)
-            return
+    def knows(self, optimizer: Optimizer) -> bool:
+        return type(optimizer) is torch.optim.Adafactor
+
+    def check_moments(self, state: State, checkpoint: Loading) -> None:
         optimizer = state.optimizers[0]
-        if type(optimizer) is not torch.optim.Adafactor:  # there was no AdamW to change
-            return
         known = [bool(values.keys() & {"row_var", "variance"}) for values in optimizer.state.values()]
-        if state.timestamp.batch.value and not (known and all(known)):
+        if state.timestamp.batch.value and not (known and all(known)) and checkpoint.lost(state):
             raise ConflictError(
                 f"the checkpoint {state.load_path} holds no state of {describe(optimizer)}: it was saved with another "
                 "optimizer, whose moments cannot be told from rows and columns, nor these from them. Go on with that "

@@ -16,11 +16,15 @@ alike, as Composer would.
 **When it pays.** Together with `Unpadding`, on one rank to even out memory, on several to even out time. On
 padded models use `LengthGroupedBatches`.
 
-**Needs.** A `DataLoader` with `batch_size` over a map-style dataset of dicts with `attention_mask` or
-`input_ids`, or with `dataset.lengths`. A step's tokens deviate from the budget by less than one sample's. The
-number of steps per epoch is the same in all epochs. `drop_last` is not needed and not kept. Composer's
-`time/sample` counts the samples that there were. The Trainer's `accumulate_train_batch_on_tokens`, another
-weighting of ranks, is refused unless `weighting="batch"`.
+**Needs.** A `DataLoader` with `batch_size` over a map-style dataset of dicts with `attention_mask` or `input_ids`, or
+with `dataset.lengths`. A step's tokens deviate from the budget by less than one sample's. The number of steps per
+epoch is the same in all epochs. `drop_last` is not needed and not kept. Composer's `time/sample` counts the samples
+that there were. The Trainer's `accumulate_train_batch_on_tokens`, another weighting of ranks, is refused unless
+`weighting="batch"`. *Microbatches*: all ranks split a step into as many. Where one has too few samples, long ones,
+for the number that the size asks for, another's microbatches have more samples, short ones: their tokens are a like
+part of the budget. `device_train_microbatch_size="auto"` is for one rank. *Resuming in mid-epoch* needs as many steps
+an epoch: the default budget has them on any number of ranks that share one batch size; `tokens_per_batch` is each
+rank's, and is to be scaled when their number changes.
 
 Source: token-budget batches as fairseq's `max_tokens`; sequence packing in ModernBERT.
 """
@@ -30,6 +34,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from composer.core import Event, State
@@ -38,7 +43,8 @@ from torch.utils.data import DataLoader
 
 from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.batching import TokenBudgetSampler, check_loader, rebuild, sample_lengths, seed_of, sharing
-from composer_speedups.errors import ConflictError
+from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+from composer_speedups.resumed_budget import check_resumed
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["TokenBudgetBatches", "apply_token_budget_batches"]
@@ -73,13 +79,20 @@ def apply_token_budget_batches(
     check_loader(dataloader)
     rank, ranks = sharing(dataloader)
     lengths = sample_lengths(dataloader.dataset)
+    together = None
+    if tokens_per_batch is None:
+        # Of the ranks' batch size together: a run that goes on with more ranks, each of a smaller batch, has the same
+        # steps.
+        together = max(1, round(dataloader.batch_size * ranks * float(lengths.mean())))
+        tokens_per_batch = max(1, round(together / ranks))
     sampler = TokenBudgetSampler(
         dataloader.dataset,
         lengths,
-        tokens=tokens_per_batch or max(1, round(dataloader.batch_size * float(lengths.mean()))),
+        tokens=tokens_per_batch,
         seed=seed_of(dataloader, seed),
         num_replicas=ranks,
         rank=rank,
+        together=together,
     )
     return rebuild(dataloader, multiple_of, batch_sampler=sampler)
 
@@ -111,9 +124,20 @@ class TokenBudgetBatches(SpeedUp):
         self._whole = math.inf  # samples of a batch of the loader that was replaced
         self._asked: int | float | None = None  # the Trainer's microbatch before this fit
         self._set: int | float | None = None  # and what it has of us
+        self._plan: dict[str, int] = {}  # what decides which samples a step has; checkpoints keep it
+        self._saved: dict[str, int] = {}  # that of the checkpoint that was loaded
+        self._first = True  # fit of this Trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._plan}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is restored: only what is compared when the fit starts. Older versions wrote no such thing."""
+        self._saved = {name: value for name, value in state.items() if name != "repr"}
 
     def install(self, state: State, logger: Logger) -> None:
         """Nothing yet: the dataloader is not there before `Event.FIT_START`."""
+        self._plan, self._saved, self._first = {}, {}, True
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.FIT_START:
@@ -122,11 +146,11 @@ class TokenBudgetBatches(SpeedUp):
                     "token_budget_batches weighs all samples alike, and the Trainer's "
                     "accumulate_train_batch_on_tokens=True all tokens. Leave that out, or set weighting='batch'"
                 )
-            if (
-                self._set is None or state.device_train_microbatch_size != self._set
-            ):  # else of a fit that was broken off
+            # Else it is of a fit that was broken off.
+            if self._set is None or state.device_train_microbatch_size != self._set:
                 self._asked = state.device_train_microbatch_size
             self._replace_loader(state, logger)
+            self._check_resumed(state)
         elif event is Event.AFTER_DATALOADER:
             self._fit_microbatch(state)
         elif event is Event.BEFORE_BACKWARD and self.weighting == "sample":
@@ -136,7 +160,7 @@ class TokenBudgetBatches(SpeedUp):
 
     def _replace_loader(self, state: State, logger: Logger) -> None:
         self._epoch = -1
-        if isinstance(getattr(state.dataloader, "batch_sampler", None), TokenBudgetSampler):
+        if self._sampler(state) is not None:
             return
         before = state.dataloader
         loader = apply_token_budget_batches(before, self.tokens_per_batch, self.multiple_of, state.rank_zero_seed)
@@ -155,18 +179,41 @@ class TokenBudgetBatches(SpeedUp):
             samples_per_batch=round(len(lengths) / len(loader) / loader.batch_sampler.num_replicas, 2),
         )
 
+    def _check_resumed(self, state: State) -> None:
+        """In mid-epoch, see that the batches done are those that this epoch begins with."""
+        sampler, done, first = self._sampler(state), int(state.timestamp.batch_in_epoch), self._first
+        self._first = False
+        if sampler is None:
+            return
+        if state.auto_microbatching and sampler.num_replicas > 1:
+            raise SpeedUpUnavailable(
+                'device_train_microbatch_size="auto" would split ranks into unequal numbers of microbatches, and they '
+                "would wait for each other forever: give a number"
+            )
+        self._plan = {"steps": sampler.steps, "ranks": sampler.num_replicas}
+        if first and done:
+            check_resumed(sampler, state.timestamp, self._saved)
+
     def _fit_microbatch(self, state: State) -> None:
-        """A batch of fewer samples than a microbatch would make Composer warn at each step."""
+        """Give a size that splits the batch of each rank into as many microbatches, none larger than asked for.
+
+        A batch of fewer samples than a microbatch would make Composer warn at each step.
+        """
         if (samples := self._samples_of_step(state)) and not state.auto_microbatching:
             own = samples[state.dataloader.batch_sampler.rank]
             # Composer took the loader's batch size if the user gave none; batches are to stay whole then.
-            chosen = self._asked if self._asked is not None and self._asked < self._whole else own
-            self._set = state.device_train_microbatch_size = min(chosen, own)
+            whole = self._asked is None or self._asked >= self._whole
+            number = 1 if whole else TokenBudgetSampler.microbatches(samples, self._asked)
+            self._set = state.device_train_microbatch_size = math.ceil(own / number)
+
+    @staticmethod
+    def _sampler(state: State) -> TokenBudgetSampler | None:
+        sampler = getattr(state.dataloader, "batch_sampler", None)
+        return sampler if isinstance(sampler, TokenBudgetSampler) else None
 
     def _samples_of_step(self, state: State) -> list[int]:
         """How many samples the step has on each rank; none where the batches are not ours."""
-        sampler = getattr(state.dataloader, "batch_sampler", None)
-        if not isinstance(sampler, TokenBudgetSampler):
+        if (sampler := self._sampler(state)) is None:
             return []
         if self._epoch != sampler.epoch:
             self._epoch = sampler.epoch
@@ -174,9 +221,10 @@ class TokenBudgetBatches(SpeedUp):
         return self._samples[int(state.timestamp.batch_in_epoch)]
 
     def _weigh(self, state: State) -> None:
-        samples, sampler = self._samples_of_step(state), getattr(state.dataloader, "batch_sampler", None)
-        if not samples:
+        sampler = self._sampler(state)
+        if sampler is None:
             return
+        samples = self._samples_of_step(state)
         labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
         if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
             # A mean over tokens, which ranks hold equally many of; Composer weighs ranks by their samples.
@@ -184,9 +232,7 @@ class TokenBudgetBatches(SpeedUp):
         else:
             factor = sum(samples) * sampler.steps / len(sampler.lengths)
         losses = state.loss if isinstance(state.loss, tuple | list) else [state.loss]
-        if isinstance(
-            state.loss, Mapping
-        ):  # where there is a total, Composer's backward begins there and goes through all
+        if isinstance(state.loss, Mapping):  # where there is a total, Composer's backward begins there, through all
             losses = [state.loss["total"]] if "total" in state.loss else state.loss.values()
         for loss in losses:
             if isinstance(loss, torch.Tensor) and loss.requires_grad:

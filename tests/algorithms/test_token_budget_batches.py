@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
+from composer.core import Event
 from composer.models import ComposerModel, HuggingFaceModel
 from small import bert_config
 from test_length_grouped_batches import Indexed, train
@@ -14,7 +16,7 @@ from transformers import BertForSequenceClassification
 
 from composer_speedups import TokenBudgetBatches, apply_token_budget_batches
 from composer_speedups.batching import TokenBudgetSampler, sample_lengths
-from composer_speedups.errors import ConflictError
+from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 
 
 def test_equal_tokens_every_sample_once_and_no_warning(make_trainer) -> None:
@@ -190,6 +192,42 @@ def test_resumed_training_is_the_uninterrupted_one(make_trainer, tmp_path) -> No
     _, resumed = train(make_trainer, [TokenBudgetBatches(300)], load_path=str(path))
     for one, other in zip(whole.state.model.parameters(), resumed.state.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_checkpoints_load_with_and_without_it_in_mid_epoch(make_trainer, tmp_path, caplog) -> None:
+    for name, algorithms in (("stock", []), ("budget", [TokenBudgetBatches(300)])):
+        folder = str(tmp_path / name)
+        train(make_trainer, algorithms, "1ep", save_folder=folder, save_interval="7ba", save_num_checkpoints_to_keep=9)
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        train(make_trainer, [], "1ep", load_path=str(tmp_path / "budget/ep0-ba7-rank0.pt"))
+        assert "samples may come twice" not in caplog.text
+        algorithm = TokenBudgetBatches(300)
+        _, trainer = train(make_trainer, [algorithm], "1ep", load_path=str(tmp_path / "stock/ep0-ba7-rank0.pt"))
+    assert caplog.text.count("in the middle of epoch 0 with other batches than token_budget_batches") == 1
+    assert int(trainer.state.timestamp.batch) == algorithm.evidence["changed"]
+    with pytest.raises(ConflictError, match=r"on 1 rank, and here an epoch has \d+ on 1: samples would come twice"):
+        train(make_trainer, [TokenBudgetBatches(600)], "1ep", load_path=str(tmp_path / "budget/ep0-ba7-rank0.pt"))
+    caplog.clear()
+    end = next((tmp_path / "budget").glob("ep1-*"))
+    train(make_trainer, [TokenBudgetBatches(600)], "2ep", load_path=str(end))  # nothing of that epoch is left
+    assert "samples may come twice" not in caplog.text
+
+
+def test_automatic_microbatches_are_for_one_rank() -> None:
+    """A rank with more samples than the first size tried would have one microbatch more, and wait for the others."""
+    for ranks in (1, 2):
+        sampler = TokenBudgetSampler(
+            Indexed(), sample_lengths(Indexed()), tokens=300, seed=3, num_replicas=ranks, rank=0
+        )
+        state = SimpleNamespace(
+            dataloader=SimpleNamespace(batch_sampler=sampler), auto_microbatching=True,
+            timestamp=SimpleNamespace(batch_in_epoch=0), device_train_microbatch_size=8,
+        )  # fmt: skip
+        if ranks == 1:
+            TokenBudgetBatches(300).on_event(Event.FIT_START, state, None)
+            continue
+        with pytest.raises(SpeedUpUnavailable, match="give a number"):
+            TokenBudgetBatches(300).on_event(Event.FIT_START, state, None)
 
 
 def test_function_form() -> None:
