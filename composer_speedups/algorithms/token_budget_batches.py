@@ -9,9 +9,9 @@ allows.
 step with n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not
 lose weight to long ones (the logged loss stays the batch's mean). With one label a token, as in MLM, the loss
 is a mean over tokens, of which batches hold equally many: no scale is needed but the one that undoes Composer's
-weighting of ranks by samples. Such labels are recognised as integers of two dimensions under the batch's `labels`;
-where your model's have another name, or a place in a tuple, ask for `weighting="batch"`, which leaves all batches
-alike, as Composer would.
+weighting of ranks by samples. Such labels are recognised as integers under the batch's `labels`, in the shape of its
+`input_ids` or `attention_mask`, or in two dimensions where it has neither; where your model's have another name, or a
+place in a tuple, ask for `weighting="batch"`, which leaves all batches alike, as Composer would.
 
 **When it pays.** Together with `Unpadding`, on one rank to even out memory, on several to even out time. On
 padded models use `LengthGroupedBatches`.
@@ -170,8 +170,7 @@ class TokenBudgetBatches(SpeedUp):
         samples, sampler = self._samples_of_step(state), getattr(state.dataloader, "batch_sampler", None)
         if not samples:
             return
-        labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
-        if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+        if _of_tokens(state.batch):
             # A mean over tokens, which ranks hold equally many of; Composer weighs ranks by their samples.
             factor = sum(samples) / len(samples) / samples[sampler.rank]
         else:
@@ -184,3 +183,12 @@ class TokenBudgetBatches(SpeedUp):
         for loss in losses:
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.register_hook(lambda gradient: gradient * factor)  # the logged loss stays the batch's mean
+
+
+def _of_tokens(batch: object) -> bool:
+    """Whether `batch` has one label a token, and not one a sample, which may be [rows, 1], or some a sample."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        return False
+    tokens = [x for x in map(batch.get, ("input_ids", "attention_mask")) if isinstance(x, torch.Tensor)]
+    return labels.shape[:2] == tokens[0].shape[:2] if tokens else labels.shape[1] > 1
