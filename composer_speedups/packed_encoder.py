@@ -13,6 +13,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
+from composer_speedups.compat import attention_dropout
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
@@ -90,8 +91,8 @@ class PackedAttention:
 
     def attend(self, hidden_states: torch.Tensor, packing: Packing) -> torch.Tensor:
         """[total, width] -> [total, width]: the heads' outputs, beside each other."""
-        dropout = self.dropout.p if self.training else 0.0
-        return varlen_attention(*self.project(hidden_states), packing.lengths, packing.lengths, dropout).flatten(1)
+        dropout, lengths = attention_dropout(self), packing.lengths
+        return varlen_attention(*self.project(hidden_states), lengths, lengths, dropout).flatten(1)
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[total, width] -> queries, keys and values, [total, heads, width of a head] each."""
