@@ -17,7 +17,7 @@ from composer_speedups.compat import attention_dropout
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
-from composer_speedups.packing import Holed, Packing, counts_of
+from composer_speedups.packing import Holed, Packing, Valued, counts_of
 
 __all__ = [
     "PackedAttention",
@@ -59,6 +59,8 @@ class PackedEncoder:
             return say_once("the attention mask is not as the ids [rows, length]", f"it is {found}")
         else:
             counts = counts_of(mask)
+        if any(isinstance(count, Valued) for count in counts):
+            return say_once("an attention mask of other numbers than 0 and 1")
         if self.packed_whole_rows and any(isinstance(count, Holed) for count in counts):
             return say_once("padding between the tokens of a row, of which windows are counted")
         if not any(counts) or (not self.reads_anywhere and min(counts) <= 0):

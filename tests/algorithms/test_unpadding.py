@@ -46,6 +46,7 @@ from composer_speedups.packing import (
     Holed,
     OnHost,
     Packing,
+    Valued,
     count_on_host,
     count_tokens,
     counts_of,
@@ -648,6 +649,35 @@ def test_what_packing_cannot_give_takes_the_stock_forward(family: str, extra: di
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("values", [(0, 1, 2), (0, 1, 0.5), (-1e4, 0, 0)], ids=["segments", "weights", "added"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_of_other_numbers_take_the_stock_forward(family: str, attention: str, values: tuple, caplog) -> None:
+    if attention == "sdpa" and family in ("Electra", "MPNet", "DebertaV2"):
+        pytest.skip("the first has no SDPA in 4.53, the others have none")
+    cls = getattr(transformers, f"{family}ForSequenceClassification")
+    stock = cls._from_config(make(family).config, attn_implementation=attention)
+    for parameter in stock.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    fast, inputs = copy.deepcopy(stock), batch("ForSequenceClassification", FAMILIES[family])
+    assert apply_unpadding(fast) == 2
+    padding, real, odd = values
+    mask = torch.where(inputs["attention_mask"].bool(), real, padding).to(torch.tensor(values).dtype)
+    mask[0, 4:] = odd
+    inputs["attention_mask"] = mask
+    packed_encoder._SAID.clear()
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        for model in (stock, fast, fast):
+            try:
+                out = model(**inputs).logits.detach()
+            except RuntimeError as error:  # PyTorch's kernel takes no such mask
+                out = str(error)
+            if model is stock:
+                expected = out
+            assert out == expected if isinstance(out, str) else torch.equal(out, expected)
+    assert caplog.text.count("an attention mask of other numbers than 0 and 1") == len(caplog.records) == 1
+
+
 def test_says_it_once_whatever_the_shape(caplog) -> None:
     model, rows = make(), batch("Model")["input_ids"]
     apply_unpadding(model)
@@ -872,6 +902,15 @@ class TestPacking:
                 counts = counts_of(sent["attention_mask"])
                 assert counts == expected and list(map(type, counts)) == list(map(type, expected))
 
+    def test_what_kind_of_mask_it_was_travels_with_the_counts(self) -> None:
+        mask = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 2, 0], [0, 3, 1], [2, 0, 1]])
+        kinds = [int, Holed, Valued, Valued, Valued]
+        for given in (mask, mask.to(torch.uint8), mask.half()):
+            counts = count_tokens(given)
+            assert counts == OnHost.of(counts).counts() == [2, 2, 2, -2, 2]
+            assert list(map(type, counts)) == list(map(type, OnHost.of(counts).counts())) == kinds
+        assert set(map(type, count_tokens(mask != 0))) == {int, Holed}
+
     def test_strange_batches_are_left_alone(self) -> None:
         four = {"attention_mask": torch.ones(1, 1, 2, 2)}
         assert not count_on_host([1]) and not count_on_host(four) and list(four) == ["attention_mask"]
@@ -926,6 +965,18 @@ class TestTrainer:
         assert {q.dtype for q in real} == {asked.dtype} == {torch.bfloat16}
         own = family == "Bert" or in_c(*real[:1] * 3)
         assert algorithms[-1].evidence["kernel"] == (f"per sequence: {served_by(real[0])}" if own else "padded sdpa")
+
+    @pytest.mark.parametrize("at_padding", [-100, 0])
+    def test_labels_at_padding_are_told_of_once(self, make_trainer, at_padding: int, caplog) -> None:
+        columns = batch("ForTokenClassification")
+        columns["labels"] = torch.where(columns["attention_mask"].bool(), columns["labels"], at_padding)
+        samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = torch.utils.data.DataLoader(samples, batch_size=2)
+        model = HuggingFaceModel(make(head="ForTokenClassification").float())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with caplog.at_level(logging.WARNING, "composer_speedups"):
+            make_trainer([Unpadding()], model=model, optimizer=optimizer, train_dataloader=rows).fit()
+        assert caplog.text.count("labels at padding are not all -100") == int(at_padding != -100)
 
     def test_others_may_change_the_batch(self, make_trainer) -> None:
         """Composer's algorithms that cut batches, and transforms that mask tokens, come before the count."""
