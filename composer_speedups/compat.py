@@ -26,6 +26,7 @@ __all__ = [
     "CompileCounters",
     "Float32Precision",
     "announce_sdpa",
+    "attention_dropout",
     "attention_implementation",
     "compile_counters",
     "distilbert_attention",
@@ -35,6 +36,7 @@ __all__ = [
     "make_sdpa",
     "no_initial_weights",
     "own_checkpointing",
+    "places_without_pooler",
     "read_float32_precision",
     "set_float32_precision",
     "why_no_sdpa",
@@ -180,6 +182,20 @@ def _weights_wanted(kwargs: dict) -> bool:
     if _COLLECTOR is None or torch.compiler.is_compiling():  # a compiled forward pass cannot read it
         return False
     return "attentions" in (_COLLECTOR.get() or ())
+
+
+def attention_dropout(attention: torch.nn.Module) -> float:
+    """The rate at which stock code drops attention weights now, for families whose attention has a module for it.
+
+    Eager code of 4.53, and MPNet's and DeBERTa's in every version, calls that module, which may be training alone
+    (Monte Carlo dropout) or be at rest alone. All others read the flag of the attention itself. No cache and no
+    inspection: compilers trace it.
+    """
+    if _TRANSFORMERS < 5:  # what the classes of SDPA and of flash attention set
+        called = not (hasattr(attention, "dropout_prob") or hasattr(attention, "_flash_attn_uses_top_left_mask"))
+    else:
+        called = not hasattr(attention, "is_causal")
+    return attention.dropout.p if (attention.dropout if called else attention).training else 0.0
 
 
 # --- precision of float32 matrix products -------------------------------------------------------------
@@ -328,6 +344,11 @@ MPNET_AFTER_MASK = (*(("head_mask",) if _TRANSFORMERS < 5 else ()), "position_bi
 def layer_result(hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:
     """What a BERT layer returns: in 4.53 a tuple that may also hold attention weights, in 5.x the hidden states."""
     return (hidden,) if _TRANSFORMERS < 5 else hidden
+
+
+def places_without_pooler(family: str) -> bool:
+    """Whether the tuple of an encoder that may have a pooler holds None where it has none."""
+    return family == "mpnet" or (_TRANSFORMERS < 5 and family != "electra")
 
 
 def distilbert_attention(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from composer_speedups.compat import MPNET_AFTER_MASK, layer_result
+from composer_speedups.compat import MPNET_AFTER_MASK, attention_dropout, layer_result
 from composer_speedups.families import DEBERTA, DISTILBERT, MODERNBERT, MPNET
 from composer_speedups.first_request import with_request
 from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
@@ -128,7 +128,7 @@ class _FirstOfDeberta(_FirstOfBert):
                 more = (k * _of_keys(pos_query, mask, len(k))).sum(-1, keepdim=True)
             k = k if pos_key is None else k + _of_keys(pos_key, mask, len(k))
             q, k, v = _with_one_more(q, k, v, more)
-        dropout, scale = attention.dropout.p if attention.training else 0.0, scale_of(attention)
+        dropout, scale = attention_dropout(attention), scale_of(attention)
         # float16 has no room for three products before they are scaled; by a power of two nothing is rounded.
         first_part = 2.0 ** math.floor(math.log2(scale))
         q, scale = q * first_part, scale / first_part
@@ -219,7 +219,7 @@ class _FirstOfMPNet(FirstOnly):
         attention, bias = self.attention.attn, given["position_bias"]
         projected = attention.q(first), *joint_linear((attention.k, attention.v), hidden_states)
         q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in projected)
-        width, dropout = q.shape[-1], attention.dropout.p if attention.training else 0.0
+        width, dropout = q.shape[-1], attention_dropout(attention)
         scale = width**-0.5
         if isinstance(mask, Packing):
             back = torch.arange(mask.lengths.longest, device=hidden_states.device)
@@ -258,7 +258,7 @@ def _context(
 ) -> torch.Tensor:
     """What attention as BERT has it, with nothing between its projections and the scores, makes of them."""
     q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in (query, *keys_and_values))
-    return _attend(q, k, v, mask, attention.dropout.p if attention.training else 0.0)
+    return _attend(q, k, v, mask, attention_dropout(attention))
 
 
 def _attend(

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.utils import ModelOutput
 
+from composer_speedups.compat import places_without_pooler
 from composer_speedups.families import takes_first
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, for_compiled, packed_as
@@ -62,6 +64,13 @@ class PackedBert(PackedEncoder):
         pooled = None if pooler is None else pooler(padded if first is None else first[:, None])
         out = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=padded, pooler_output=pooled)
         return self.returned(out, kwargs.get("return_dict"))
+
+    def returned(self, out: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[torch.Tensor | None, ...]:
+        """As the model: whether None stands for a pooler that it does not have differs."""
+        asked = self.config.return_dict if return_dict is None else return_dict
+        if asked or not places_without_pooler(self.config.model_type):
+            return super().returned(out, return_dict)
+        return out.last_hidden_state, out.pooler_output
 
     def positions_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the padded embeddings would use: RoBERTa and its kind count tokens that are not padding ids."""

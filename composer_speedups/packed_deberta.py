@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
+from composer_speedups.compat import attention_dropout
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.disentangled import Places, disentangled_attention, in_c
 from composer_speedups.kernels.varlen_attention import varlen_attention
@@ -81,7 +82,7 @@ class _Attention(PackedAttention):
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         q, k, v = self.project(hidden_states)
-        dropout, scale = self.dropout.p if self.training else 0.0, scale_of(self)
+        dropout, scale = attention_dropout(self), scale_of(self)
         if not _kinds(self):
             out = varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout, scale)
             return out.flatten(1), None

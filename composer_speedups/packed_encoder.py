@@ -13,10 +13,11 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
+from composer_speedups.compat import attention_dropout
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
-from composer_speedups.packing import Holed, Packing, counts_of
+from composer_speedups.packing import Holed, Packing, Valued, counts_of
 
 __all__ = [
     "PackedAttention",
@@ -58,6 +59,8 @@ class PackedEncoder:
             return say_once("the attention mask is not as the ids [rows, length]", f"it is {found}")
         else:
             counts = counts_of(mask)
+        if any(isinstance(count, Valued) for count in counts):
+            return say_once("an attention mask of other numbers than 0 and 1")
         if self.packed_whole_rows and any(isinstance(count, Holed) for count in counts):
             return say_once("padding between the tokens of a row, of which windows are counted")
         if not any(counts) or (not self.reads_anywhere and min(counts) <= 0):
@@ -90,8 +93,8 @@ class PackedAttention:
 
     def attend(self, hidden_states: torch.Tensor, packing: Packing) -> torch.Tensor:
         """[total, width] -> [total, width]: the heads' outputs, beside each other."""
-        dropout = self.dropout.p if self.training else 0.0
-        return varlen_attention(*self.project(hidden_states), packing.lengths, packing.lengths, dropout).flatten(1)
+        dropout, lengths = attention_dropout(self), packing.lengths
+        return varlen_attention(*self.project(hidden_states), lengths, lengths, dropout).flatten(1)
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[total, width] -> queries, keys and values, [total, heads, width of a head] each."""

@@ -13,9 +13,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
-from transformers.utils import ModelOutput
 
-from composer_speedups.compat import MPNET_AFTER_MASK
+from composer_speedups.compat import MPNET_AFTER_MASK, attention_dropout
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.disentangled import Places, in_c
 from composer_speedups.kernels.distance_bias import distance_biased_attention, padded_bias
@@ -50,10 +49,6 @@ class _Encoder(PackedBert):
         if packing is None:
             return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
         return self.packed(packing, input_ids, None, position_ids, kwargs)
-
-    def returned(self, out: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[torch.Tensor | None, ...]:
-        asked = self.config.return_dict if return_dict is None else return_dict
-        return out if asked else (out.last_hidden_state, out.pooler_output)  # as the model: None without a pooler
 
     @torch.compiler.disable
     def packing_of(self, input_ids, *rest: Any) -> Packing | None:
@@ -94,9 +89,9 @@ class _Attention(PackedAttention):
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         table = kwargs["position_bias"] if "position_bias" in kwargs else args[_AT]
-        dropout = self.dropout.p if self.training else 0.0
         q, k, v = self.project(hidden_states)
-        out = distance_biased_attention(q, k, v, table, packing.places, packing.lengths, dropout, q.shape[-1] ** -0.5)
+        dropout, scale = attention_dropout(self), q.shape[-1] ** -0.5
+        out = distance_biased_attention(q, k, v, table, packing.places, packing.lengths, dropout, scale)
         return (self.o(out.flatten(1)),)
 
     def kernel(self, queries: torch.Tensor) -> str:

@@ -23,10 +23,12 @@ __all__ = [
     "Holed",
     "OnHost",
     "Packing",
+    "Valued",
     "count_on_host",
     "count_tokens",
     "counts_of",
     "hand_over",
+    "labels_at_padding",
     "tie_counts",
 ]
 
@@ -125,15 +127,22 @@ class Holed(int):
     """The count of a row that has padding between its real tokens."""
 
 
+class Valued(Holed):
+    """The count of a row whose mask has other numbers than 0 and 1, of which each family makes something else."""
+
+
+_KINDS = (int, Holed, Valued)  # of counts
+
+
 class OnHost(torch.Tensor):
-    """[rows, 2] int64, as a batch brings them: each row's count, and whether it is `Holed`.
+    """[rows, 2] int64, as a batch brings them: each row's count, and its place in `_KINDS`.
 
     A tensor, as a `DataSpec`'s own `split_batch` may expect nothing else; but no device's, as that would be asked.
     """
 
     @classmethod
     def of(cls, counts: list[int]) -> OnHost:
-        return torch.tensor([[int(count), isinstance(count, Holed)] for count in counts]).as_subclass(cls)
+        return torch.tensor([[int(count), _KINDS.index(type(count))] for count in counts]).as_subclass(cls)
 
     def to(self, *args: Any, **kwargs: Any) -> OnHost:
         return self
@@ -148,7 +157,7 @@ class OnHost(torch.Tensor):
         >>> OnHost.of([2, Holed(-1)])[1:].counts()
         [-1]
         """
-        return [Holed(count) if holed else count for count, holed in self.tolist()]
+        return [_KINDS[kind](count) for count, kind in self.tolist()]
 
 
 def count_tokens(mask: torch.Tensor) -> list[int]:
@@ -158,14 +167,15 @@ def count_tokens(mask: torch.Tensor) -> list[int]:
 
     >>> count_tokens(torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0], [1, 0, 1]]))
     [2, -2, 0, 2]
-    >>> [type(count).__name__ for count in count_tokens(torch.tensor([[1, 1, 0], [1, 0, 1]]))]
-    ['int', 'Holed']
+    >>> [type(count).__name__ for count in count_tokens(torch.tensor([[1, 1, 0], [1, 0, 1], [1, 2, 0]]))]
+    ['int', 'Holed', 'Valued']
     """
     real = mask != 0
+    valued = (real & (mask != 1)).any(1)
     counts = real.sum(1)
     begins = real[:, 0] + (real[:, 1:] > real[:, :-1]).sum(1)
-    signed, begins = torch.stack((torch.where(real[:, 0], counts, -counts), begins)).tolist()
-    return [Holed(n) if parts > 1 else n for n, parts in zip(signed, begins, strict=True)]
+    signed, kinds = torch.stack((torch.where(real[:, 0], counts, -counts), (begins > 1) + 2 * valued)).tolist()
+    return [_KINDS[min(kind, 2)](n) for n, kind in zip(signed, kinds, strict=True)]
 
 
 def count_on_host(batch: Any) -> bool:
@@ -202,6 +212,20 @@ def hand_over(batch: Any) -> bool:
     else:
         return False
     return True
+
+
+def labels_at_padding(batch: Any) -> bool:
+    """Whether `batch` has a label for a token of padding; False where a device would have to be asked.
+
+    >>> batch = {"attention_mask": torch.tensor([[1, 1, 0]]), "labels": torch.tensor([[2, -100, 0]])}
+    >>> labels_at_padding(batch), labels_at_padding(batch | {"labels": torch.tensor([[2, -100, -100]])})
+    (True, False)
+    """
+    mask = _mask(batch)
+    labels = None if mask is None else batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.shape != mask.shape:
+        return False
+    return mask.is_cpu and labels.is_cpu and bool(((mask == 0) & (labels != -100)).any())
 
 
 def tie_counts(mask: torch.Tensor, counts: list[int]) -> None:

@@ -16,7 +16,8 @@ fuses the stock loss itself, which is then used.
 
 **Needs.** A CUDA device and Triton; a Hugging Face `...ForMaskedLM`, or a `...ForCausalLM` or `...LMHeadModel` that
 shifts its labels by transformers' `loss_function` (BART and XLNet do not, nor Mamba in transformers 4), with the
-stock `forward`, and labels given by name. `reuse_logits=True` writes the gradient over the logits, which saves the
+stock `forward`, a loss of one part (mixtures of experts add their router's, LUKE that of entities: they are left
+alone) and labels given by name. `reuse_logits=True` writes the gradient over the logits, which saves the
 last large tensor, too: after backward `logits` are none, so a model with train metrics is refused then. In a function
 of your own, apply it before `apply_masked_token_head`.
 
@@ -26,6 +27,7 @@ forward; online softmax, https://arxiv.org/abs/1805.02867.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from typing import Any
 
@@ -34,7 +36,7 @@ import torch.nn.functional as F
 from composer.core import State
 from composer.loggers import Logger
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
@@ -45,7 +47,7 @@ from composer_speedups.surgery import having, override_methods, overrides, stock
 
 __all__ = ["FusedCrossEntropy", "apply_fused_cross_entropy"]
 
-_OWN_LOSS = {"num_items_in_batch", "shift_labels"}  # arguments that change what the stock loss is
+_OWN_LOSS = {"num_items_in_batch", "ignore_index"}  # arguments that change what the stock loss is
 
 
 def apply_fused_cross_entropy(model: torch.nn.Module, reuse_logits: bool = False) -> int:
@@ -99,7 +101,7 @@ class FusedCrossEntropy(SpeedUp):
 
 
 def _has_known_loss(model: PreTrainedModel) -> bool:
-    """Whether the stock loss is the mean cross entropy of masked tokens, or of the next tokens.
+    """Whether the stock loss is the mean cross entropy of masked tokens, or of the next tokens, and nothing besides.
 
     A `forward` of the user's own may weigh it. Causal models of older families take their labels as shifted already:
     those that shift them ask transformers' one `loss_function`.
@@ -107,8 +109,21 @@ def _has_known_loss(model: PreTrainedModel) -> bool:
     if not (has_head(model, MASKED + CAUSAL) and stock_forward(model)):
         return False
     code = inspect.unwrap(stock_class(type(model)).forward).__code__
-    shifts = "loss_function" in code.co_names and model.loss_function is ForCausalLMLoss
-    return shifts if has_head(model, CAUSAL) else True
+    if not _has_one_loss(code):
+        return False
+    known = ForCausalLMLoss if has_head(model, CAUSAL) else ForMaskedLMLoss
+    if "loss_function" in code.co_names:
+        return model.loss_function is known
+    return known is ForMaskedLMLoss
+
+
+def _has_one_loss(code: Any) -> bool:
+    """Whether a `forward` sets a loss twice: to None, and where there are labels.
+
+    Whatever adds to it sets it once more: the losses of routers, of entities, and of what is yet to come.
+    """
+    stored = [str(i.argval) for i in dis.get_instructions(code) if i.opname.startswith("STORE")]
+    return sum(name.endswith("loss") for name in stored) == 2
 
 
 def _unavailable(device: torch.device | None = None) -> str | None:
@@ -131,10 +146,13 @@ class _FusedLoss:
     def __call__(self, stock: Any) -> Any:
         def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             labels = kwargs.get("labels")
-            if labels is None or any(kwargs.get(name) is not None for name in _OWN_LOSS):
+            others = [name for name in kwargs if name in _OWN_LOSS or (name.endswith("labels") and name != "labels")]
+            if labels is None or any(kwargs[name] is not None for name in others):
                 return stock(model, *args, **kwargs)
             kwargs["labels"] = None
             out = stock(model, *args, **kwargs)
+            if not isinstance(out, tuple) and any(out.get(name) is not None for name in ("loss", "aux_loss")):
+                return stock(model, *args, **(kwargs | {"labels": labels}))  # a loss of parts, not all of labels
             logits = out[0] if isinstance(out, tuple) else out.logits
             if has_head(model, CAUSAL):
                 # Shifting the labels instead of the logits spares a copy of these.

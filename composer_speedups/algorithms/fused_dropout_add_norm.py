@@ -78,7 +78,7 @@ def apply_fused_dropout_add_norm(model: torch.nn.Module) -> int:
             raise SpeedUpUnavailable(f"apply_fused_dropout_add_norm cannot be used here: {reason}")
     for block, (mixin, norms, dropout) in ends.items():
         mix_in(mixin, block)
-        dropout.__class__ = _DropoutOfBlock
+        dropout.__class__ = DropoutOfBlock
         for norm in norms:
             norm.__class__ = _NormOfBlock
     return sum(len(norms) for _, norms, _ in ends.values())
@@ -158,13 +158,13 @@ class _NormOfBlock(torch.nn.LayerNorm):
     """Computed by the block that owns it."""
 
 
-class _DropoutOfBlock(torch.nn.Dropout):
-    """Computed by the block that owns it."""
+class DropoutOfBlock(torch.nn.Dropout):
+    """Computed by the block that owns it. So named: many look for modules whose class begins with "Dropout"."""
 
 
 def _still_ours(dropout: torch.nn.Module, *norms: torch.nn.Module) -> bool:
     """Whether they are what was put there, and nobody listens. Another norm, or one in an adapter, is called."""
-    parts = [(dropout, _DropoutOfBlock), *((norm, _NormOfBlock) for norm in norms)]
+    parts = [(dropout, DropoutOfBlock), *((norm, _NormOfBlock) for norm in norms)]
     return all(type(part) is cls and not hooked(part) for part, cls in parts)
 
 

@@ -12,9 +12,10 @@ token to predict the loss is NaN, as in the stock model.
 **When it pays.** In every masked language model, the more the larger the vocabulary and the smaller the model. Padding
 costs nothing in the head either, so `Unpadding` goes together with it.
 
-**Needs.** A Hugging Face `...ForMaskedLM` whose head is applied token by token: all of BERT's relatives. Only
-training with labels given by name is changed: in evaluation, or without labels, logits are for all tokens, as
-metrics expect. In training `logits` are `[1, predicted tokens, vocabulary]`, in the order of the tokens in the
+**Needs.** A Hugging Face `...ForMaskedLM` whose head is applied token by token: all of BERT's relatives. An
+encoder that returns more than there are labels, as ViLT's does with the parts of an image, is an error in the first
+step. Only training with labels given by name is changed: in evaluation, or without labels, logits are for all tokens,
+as metrics expect. In training `logits` are `[1, predicted tokens, vocabulary]`, in the order of the tokens in the
 batch; Composer's train metrics would compare them with labels of all tokens, so a model with any is refused. To
 count the predicted tokens a CUDA device is waited for once a forward pass. `capacity`, a share of the batch's
 tokens such as 0.2, has no such wait and gives fixed shapes to the compiler; a batch with more to predict
@@ -129,9 +130,11 @@ class _PredictedOnly:
             labels = kwargs.get("labels")
             if not model.training or labels is None or labels.dim() != 2:
                 return stock(model, *args, **kwargs)
-            encoder, labels = model.base_model, labels.flatten()
+            encoder, shape, labels = model.base_model, labels.shape, labels.flatten()
             places = _places(labels, self.capacity)
-            setattr(encoder, _PLACES, places)
+            if getattr(model, "sparse_prediction", False) and not len(places):
+                places = places.new_zeros(1)  # ModernBERT's own choice cannot reshape an empty batch; it takes none
+            setattr(encoder, _PLACES, (places, shape))
             try:
                 kwargs["labels"] = labels[places][None]
                 return stock(model, *args, **kwargs)
@@ -159,9 +162,15 @@ class _Gathers:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        places = getattr(self, _PLACES, None)
-        if places is None:
+        asked = getattr(self, _PLACES, None)
+        if asked is None:
             return out
+        places, shape = asked
+        if out[0].shape[:2] != shape:  # as ViLT's: an image's parts follow the words
+            raise SpeedUpUnavailable(
+                f"MaskedTokenHead: {type(self).__name__} returns {tuple(out[0].shape[:2])} tokens for labels of "
+                f"{tuple(shape)}, so that it is not known which are to be predicted: leave masked_token_head out"
+            )
         chosen = out[0].flatten(0, 1).index_select(0, places)[None]
         if isinstance(out, tuple):
             return (chosen, *out[1:])

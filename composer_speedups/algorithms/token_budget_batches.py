@@ -9,9 +9,9 @@ allows.
 step with n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not
 lose weight to long ones (the logged loss stays the batch's mean). With one label a token, as in MLM, the loss
 is a mean over tokens, of which batches hold equally many: no scale is needed but the one that undoes Composer's
-weighting of ranks by samples. Such labels are recognised as integers of two dimensions under the batch's `labels`;
-where your model's have another name, or a place in a tuple, ask for `weighting="batch"`, which leaves all batches
-alike, as Composer would.
+weighting of ranks by samples. Such labels are recognised as integers under the batch's `labels`, in the shape of its
+`input_ids` or `attention_mask`, or in two dimensions where it has neither; where your model's have another name, or a
+place in a tuple, ask for `weighting="batch"`, which leaves all batches alike, as Composer would.
 
 **When it pays.** Together with `Unpadding`, on one rank to even out memory, on several to even out time. On
 padded models use `LengthGroupedBatches`.
@@ -32,7 +32,6 @@ Source: token-budget batches as fairseq's `max_tokens`; sequence packing in Mode
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +45,7 @@ from composer_speedups.batching import TokenBudgetSampler, check_loader, rebuild
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.resumed_budget import check_resumed
 from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.weighting import of_tokens, trainer_weighs_tokens
 
 __all__ = ["TokenBudgetBatches", "apply_token_budget_batches"]
 
@@ -141,7 +141,7 @@ class TokenBudgetBatches(SpeedUp):
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.FIT_START:
-            if self.weighting == "sample" and _weighs_tokens():
+            if self.weighting == "sample" and trainer_weighs_tokens():
                 raise ConflictError(
                     "token_budget_batches weighs all samples alike, and the Trainer's "
                     "accumulate_train_batch_on_tokens=True all tokens. Leave that out, or set weighting='batch'"
@@ -225,8 +225,7 @@ class TokenBudgetBatches(SpeedUp):
         if sampler is None:
             return
         samples = self._samples_of_step(state)
-        labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
-        if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+        if of_tokens(state.batch):
             # A mean over tokens, which ranks hold equally many of; Composer weighs ranks by their samples.
             factor = sum(samples) / len(samples) / samples[sampler.rank]
         else:
@@ -237,13 +236,3 @@ class TokenBudgetBatches(SpeedUp):
         for loss in losses:
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.register_hook(lambda gradient: gradient * factor)  # the logged loss stays the batch's mean
-
-
-def _weighs_tokens() -> bool:
-    """Whether the Trainer that is calling us weighs by tokens: neither state nor events tell of it."""
-    from composer import Trainer
-
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not Trainer._train_loop.__code__:
-        frame = frame.f_back
-    return frame is not None and frame.f_locals["self"].accumulate_train_batch_on_tokens

@@ -12,8 +12,9 @@ Totals are filled up to a multiple of 64 with padding that nobody reads: oneDNN 
 **Numerics.** Attention over a sequence without its padding is the same sum in another order: outputs and all
 gradients equal the padded model's to rounding. Padding gets zeros for hidden states and logits, and no gradient.
 Attention dropout drops with a multiple of 1/65536 on the CPU; masks differ from the padded model's, as with any kernel.
-One loss is another: question answering takes its softmax over padding, too, in transformers, where the logits are the
-head's bias here; answers are the same. There are no second derivatives (gradient penalties).
+Losses that read padding are others, as there are no numbers for it here: question answering takes its softmax over
+padding, too, in transformers (answers are the same); and labels at padding are to be -100, as collators make them, and
+not 0 or the ids. There are no second derivatives (gradient penalties).
 
 **When it pays.** The more padding, the more: about in proportion to it. On the CPU it pays without padding, too:
 PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches` takes the same padding away less
@@ -29,11 +30,11 @@ and DeBERTa add to scores for distances is C there, too (`kernels/distance_bias.
 CUDA, and where they are compiled, their attention alone is padded again. Masks may have holes (not ModernBERT's,
 MPNet's and DeBERTa's, which count what lies between two tokens) or be on the left; only where a head reads the first
 position, and that is padding, the whole batch takes the stock forward pass. So do batches with `output_attentions`,
-`output_hidden_states`, head masks, `inputs_embeds` or masks that are not [rows, length], with a warning once for each
-reason. Embeddings and layers must be transformers' own: others may want rows. Hooks on them see packed tokens, [tokens,
-width]: what scales each token works, what mixes rows does not. Your own pooler is given rows again, with zeros at
-padding. In a Trainer's `fit` and `eval` tokens are counted before the batch leaves the host; elsewhere, on CUDA,
-counting waits.
+`output_hidden_states`, head masks, `inputs_embeds`, masks that are not [rows, length] or hold other numbers than 0 and
+1, with a warning once for each reason. Embeddings and layers must be transformers' own: others may want rows. Hooks on
+them see packed tokens, [tokens, width]: what scales each token works, what mixes rows does not. Your own pooler is
+given rows again, with zeros at padding. In a Trainer's `fit` and `eval` tokens are counted before the batch leaves the
+host; elsewhere, on CUDA, counting waits.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
 """
@@ -70,7 +71,7 @@ from composer_speedups.packed_distilbert import pack_distilbert
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder
 from composer_speedups.packed_modernbert import pack_modernbert, unpads_itself
 from composer_speedups.packed_mpnet import pack_mpnet
-from composer_speedups.packing import count_on_host, hand_over
+from composer_speedups.packing import count_on_host, hand_over, labels_at_padding
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked, stock_forward
 
@@ -140,6 +141,7 @@ class Unpadding(SpeedUp):
 
     def __init__(self, multiple_of: int = 64) -> None:
         self.multiple_of = check_count("multiple_of", multiple_of)
+        self._told = False  # of labels at padding
 
     def install(self, state: State, logger: Logger) -> None:
         owners = _owners(state.model)
@@ -158,6 +160,9 @@ class Unpadding(SpeedUp):
         elif event in (Event.BATCH_START, Event.EVAL_BATCH_START):
             if state.device._device.type != "cpu":  # there it is never too late
                 count_on_host(state.batch)  # the whole batch, before Composer sends its microbatches to the device
+            if self.evidence.get("changed") and not self._told and labels_at_padding(state.batch):
+                self._told = True
+                log.warning("labels at padding are not all -100: their loss is not the padded model's, see the card")
         elif hand_over(state.batch) and event is Event.BEFORE_FORWARD:
             self.evidence["counted_on_host"] = True
         if event is Event.BEFORE_FORWARD and "kernel" not in self.evidence:

@@ -46,12 +46,22 @@ SUM(uint16_t)
         TYPE *out = y + r * n;                                                                               \
         sum_##TYPE(z, (uint32_t *)(z + n), x + r * n, x_bias, residual + r * n, r * n, n, k0, k1, least,     \
                    scale);                                                                                   \
-        float total = 0.0f, squares = 0.0f;                                                                  \
+        float total = 0.0f, left = 0.0f, squares = 0.0f;                                                     \
         _Pragma("omp simd reduction(+ : total)") for (int64_t i = 0; i < n; i++) total += z[i];              \
         float m = total / (float)n;                                                                          \
-        _Pragma("omp simd reduction(+ : squares)") for (int64_t i = 0; i < n; i++) {                         \
+        _Pragma("omp simd reduction(+ : left, squares)") for (int64_t i = 0; i < n; i++) {                   \
           z[i] -= m;                                                                                         \
+          left += z[i];                                                                                      \
           squares += z[i] * z[i];                                                                            \
+        }                                                                                                    \
+        left /= (float)n;                                                                                    \
+        if (left * left * (float)n > squares * 1e-7f) { /* nearly constant: m was rounded by as much */      \
+          squares = 0.0f;                                                                                    \
+          _Pragma("omp simd reduction(+ : squares)") for (int64_t i = 0; i < n; i++) {                       \
+            z[i] -= left;                                                                                    \
+            squares += z[i] * z[i];                                                                          \
+          }                                                                                                  \
+          m += left;                                                                                         \
         }                                                                                                    \
         float s = 1.0f / __builtin_sqrtf(squares / (float)n + eps);                                          \
         for (int64_t i = 0; i < n; i++) out[i] = narrow_##TYPE(z[i] * s * weight[i] + bias[i]);              \

@@ -15,6 +15,7 @@ from small import padded_batch
 from test_masked_token_head import MlmRows, loss_and_gradients, masked_lm, mlm_batch
 
 from composer_speedups import FusedCrossEntropy, MaskedTokenHead, apply_fused_cross_entropy, apply_masked_token_head
+from composer_speedups.algorithms import fused_cross_entropy
 from composer_speedups.errors import SpeedUpUnavailable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -68,6 +69,66 @@ def test_a_loss_that_is_not_known_is_left_alone(kind: str) -> None:
     else:
         model = WeighedForMaskedLM(masked_lm("Bert").config)
     assert apply_fused_cross_entropy(model) == 0
+
+
+def of_parts(kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model whose loss has a second part, and a batch of it: experts are to be used evenly; entities are masked."""
+    torch.manual_seed(0)
+    small = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    ids = torch.randint(5, 64, (3, 8))
+    if kind == "Luke":
+        still = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        model = transformers.LukeForMaskedLM(
+            transformers.LukeConfig(**small, **still, entity_vocab_size=20, entity_emb_size=16)
+        )
+        places = torch.full((3, 2, 5), -1)
+        places[..., 0] = 1
+        entities = torch.randint(1, 20, (3, 2))
+        more = dict(entity_ids=entities, entity_position_ids=places, entity_labels=entities)
+        return model, dict(input_ids=ids, labels=ids, **more)
+    experts = dict(num_key_value_heads=2, output_router_logits=True, router_aux_loss_coef=0.1, num_experts_per_tok=2)
+    if kind == "Mixtral":
+        config = transformers.MixtralConfig(**small, **experts, num_local_experts=4, sliding_window=None)
+    else:
+        sizes = dict(moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4)
+        config = transformers.Qwen2MoeConfig(**small, **experts, **sizes)
+    return getattr(transformers, f"{kind}ForCausalLM")(config), dict(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("way", ["refused", "taken", "as tuples"])
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe", "Luke"])
+def test_every_part_of_a_loss_is_kept(kind: str, way: str, monkeypatch) -> None:
+    """Such models are known by their code; where that fails, what the stock code returns still tells."""
+    model, batch = of_parts(kind)
+    batch |= {"return_dict": False} if way == "as tuples" else {}
+    model.train()
+    expected = model(**batch)[0]
+    gradients = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    if way == "taken":
+        monkeypatch.setattr(fused_cross_entropy, "_has_one_loss", lambda code: True)
+    assert apply_fused_cross_entropy(model) == int(way == "taken")
+    loss = model(**batch)[0]
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close((loss, found), (expected, gradients), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("given", [{"num_items_in_batch": 7}, {"ignore_index": 0}, {"shift_labels": True}])
+def test_arguments_that_change_the_loss_are_obeyed(given: dict) -> None:
+    model, batch = gpt2().eval(), causal_batch()
+    batch["labels"] = batch["input_ids"]
+    if "shift_labels" in given:
+        given = {"shift_labels": batch["labels"]}
+    expected = model(**batch, **given).loss
+    plain = model(**batch).loss
+    apply_fused_cross_entropy(model)
+    assert torch.equal(model(**batch, **given).loss, expected) and not torch.allclose(expected, plain)
+
+
+def test_a_loss_function_of_ones_own_is_left_alone() -> None:
+    model = masked_lm("ModernBert")
+    model.loss_function = lambda logits, labels, **kwargs: logits.mean()
+    assert apply_fused_cross_entropy(model) == 0
+    assert apply_fused_cross_entropy(masked_lm("ModernBert")) == 1
 
 
 @pytest.mark.parametrize("fault", ["ignored rows count", "sum", "temperature", "gradient of the sum"])

@@ -9,8 +9,8 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier, HuggingFaceModel
 from small import bert_config, padded_batch
 
-from composer_speedups import FastDropout, apply_fast_dropout
-from composer_speedups.algorithms.fast_dropout import _FastDropout
+from composer_speedups import FastDropout, apply_fast_dropout, apply_fused_dropout_add_norm
+from composer_speedups.algorithms.fast_dropout import DropoutOfCheapBits
 
 
 def bert(p: float = 0.1, attention: str = "eager") -> torch.nn.Module:
@@ -25,9 +25,24 @@ def test_replaces_every_dropout_once() -> None:
     keys, parameters = list(model.state_dict()), list(map(id, model.parameters()))
     plain = [m for m in model.modules() if type(m) is torch.nn.Dropout]
     assert apply_fast_dropout(model) == len(plain) > 0
-    assert all(type(m) is _FastDropout and m.p == 0.1 for m in plain)  # the same module objects
+    assert all(type(m) is DropoutOfCheapBits and m.p == 0.1 for m in plain)  # the same module objects
     assert apply_fast_dropout(model) == 0
     assert list(model.state_dict()) == keys and list(map(id, model.parameters())) == parameters
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_dropouts_are_still_found_by_the_name_of_their_class(fused: bool) -> None:
+    """As many do who draw in evaluation, for Monte Carlo dropout."""
+    model, batch = bert(0.5), padded_batch()
+    if fused:
+        apply_fused_dropout_add_norm(model)
+    apply_fast_dropout(model)
+    model.eval()
+    for module in model.modules():
+        if type(module).__name__.startswith("Dropout"):
+            module.train()
+    assert all(module.training for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    assert not torch.equal(model(**batch).logits, model(**batch).logits)
 
 
 def test_draws_nothing_from_bernoulli_and_saves_no_mask() -> None:
@@ -62,7 +77,7 @@ def test_copies_and_pickles() -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(0.25, inplace=True))
     apply_fast_dropout(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(other[0]) is _FastDropout and (other[0].p, other[0].inplace) == (0.25, True)
+        assert type(other[0]) is DropoutOfCheapBits and (other[0].p, other[0].inplace) == (0.25, True)
 
 
 def test_regularises_as_torchs_dropout_does() -> None:

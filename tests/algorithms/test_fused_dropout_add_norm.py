@@ -195,7 +195,7 @@ def test_hooks_and_functional_transforms_take_the_blocks_own_code(calls: list) -
     expected = block(hidden, residual)
     handles = [m.register_forward_hook(lambda m, *_: seen.append(type(m))) for m in (block.LayerNorm, block.dropout)]
     torch.testing.assert_close(block(hidden, residual), expected)
-    assert seen == [module._DropoutOfBlock, module._NormOfBlock]
+    assert seen == [module.DropoutOfBlock, module._NormOfBlock]
     for handle in handles:
         handle.remove()
     mapped = torch.func.vmap(block.eval())(hidden[:, None], residual[:, None])[:, 0]

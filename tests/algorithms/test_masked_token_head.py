@@ -132,6 +132,30 @@ def test_tuples_and_batches_with_nothing_to_predict() -> None:
     assert model(**batch).loss.isnan()  # as the stock model's
 
 
+def test_modernberts_own_choice_of_tokens_may_find_none() -> None:
+    model, batch = masked_lm("ModernBert").train(), mlm_batch()
+    model.sparse_prediction = True
+    expected = model(**batch).loss
+    apply_masked_token_head(model)
+    torch.testing.assert_close(model(**batch).loss, expected)
+    batch["labels"][:] = -100
+    loss = model(**batch).loss
+    assert loss.isnan()  # as the stock model's
+    loss.backward()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_encoder_of_words_and_images_is_refused(rows: int) -> None:
+    config = transformers.ViltConfig(**SHAPE, image_size=32, patch_size=16)
+    model, batch = transformers.ViltForMaskedLM(config).train(), mlm_batch(rows, 8)
+    images = dict(pixel_values=torch.randn(rows, 3, 32, 32), pixel_mask=torch.ones(rows, 32, 32).long())
+    expected = model.eval()(**batch, **images).loss
+    apply_masked_token_head(model)
+    with pytest.raises(SpeedUpUnavailable, match=r"ViltModel returns .* leave masked_token_head out"):
+        model.train()(**batch, **images)
+    assert torch.equal(model.eval()(**batch, **images).loss, expected)
+
+
 def test_capacity_that_is_too_small_raises() -> None:
     model = masked_lm().train()
     apply_masked_token_head(model, capacity=0.05)

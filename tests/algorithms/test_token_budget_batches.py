@@ -40,9 +40,17 @@ def test_default_budget_keeps_the_number_of_steps(make_trainer) -> None:
     assert algorithm.evidence["changed"] == algorithm.evidence["steps_before"] == len(batches) == 20
 
 
-@pytest.mark.parametrize("weighting", ["sample", "batch"])
+class Columns(Indexed):
+    """The same, with each label in a row of its own, as some tokenizers' maps leave them."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        return sample | {"labels": sample["labels"].reshape(1)}
+
+
+@pytest.mark.parametrize(("weighting", "rows"), [("sample", Indexed), ("batch", Indexed), ("sample", Columns)])
 @pytest.mark.parametrize("microbatch", [None, 3])
-def test_every_sample_weighs_the_same(make_trainer, weighting: str, microbatch: int | None) -> None:
+def test_every_sample_weighs_the_same(make_trainer, weighting: str, rows: type, microbatch: int | None) -> None:
     """With a learning rate of 0 gradients of an epoch add up to the gradient of the mean over all samples."""
     from transformers import BertForSequenceClassification
 
@@ -59,7 +67,7 @@ def test_every_sample_weighs_the_same(make_trainer, weighting: str, microbatch: 
             return loss
 
     algorithm = TokenBudgetBatches(300, weighting)
-    loader = DataLoader(Indexed(), batch_size=8, shuffle=True)
+    loader = DataLoader(rows(), batch_size=8, shuffle=True)
     make_trainer(
         [algorithm], model=HuggingFaceModel(model), optimizer=Sum(model.parameters(), lr=0.0), train_dataloader=loader,
         device_train_microbatch_size=microbatch,

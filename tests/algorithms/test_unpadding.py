@@ -23,6 +23,7 @@ from composer_speedups import (
     MixedPrecision,
     SDPAttention,
     Unpadding,
+    apply_fast_dropout,
     apply_last_layer_subset,
     apply_masked_token_head,
     apply_torch_compile,
@@ -45,6 +46,7 @@ from composer_speedups.packing import (
     Holed,
     OnHost,
     Packing,
+    Valued,
     count_on_host,
     count_tokens,
     counts_of,
@@ -206,12 +208,19 @@ def test_rows_longer_than_a_deberta_has_positions(subset: bool) -> None:
 
 
 @pytest.mark.parametrize("pooler", [True, False])
-def test_mpnets_tuple_has_a_place_for_its_pooler(pooler: bool) -> None:
-    stock = transformers.MPNetModel(make("MPNet").config, add_pooling_layer=pooler).double().eval()
-    fast, inputs = copy.deepcopy(stock), batch("Model", FAMILIES["MPNet"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tuples_have_as_many_places_as_the_models(family: str, pooler: bool) -> None:
+    """MPNet's has one for a pooler that it has not, and in 4.53 so have BERT's and RoBERTa's."""
+    cls, config = getattr(transformers, f"{family}Model"), make(family).config
+    poolless = family in ("DistilBert", "ModernBert", "DebertaV2", "Electra")
+    if poolless and pooler:
+        pytest.skip("it never has a pooler")
+    stock = (cls(config) if poolless else cls(config, add_pooling_layer=pooler)).double().eval()
+    fast, inputs = copy.deepcopy(stock), batch("Model", FAMILIES[family])
     apply_unpadding(fast)
     expected, found = (model(**inputs, return_dict=False) for model in (stock, fast))
-    assert len(found) == len(expected) == 2 and (found[1] is None) == (expected[1] is None) == (not pooler)
+    assert [x is None for x in found] == [x is None for x in expected]
+    assert family != "MPNet" or len(found) == 2
 
 
 @pytest.mark.parametrize("unpadded", [False, True])
@@ -458,6 +467,62 @@ def test_dropout_is_drawn_in_training_only() -> None:
     assert torch.equal(model(**inputs).logits, model(**inputs).logits)
 
 
+def draws(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> bool:
+    with torch.no_grad():
+        return not torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+def set_dropouts(model: torch.nn.Module, training: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train(training)
+
+
+@pytest.mark.parametrize("ways", [("unpadding",), ("subset",), ("unpadding", "subset")], ids="+".join)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_dropout_has_the_flag_that_stock_code_reads(family: str, attention: str, ways: tuple) -> None:
+    """Eager code of 4.53, MPNet and DeBERTa call a module: many set its flag alone, to draw in evaluation, or not to.
+
+    All others read the attention's own.
+    """
+    if attention == "sdpa" and family in ("Electra", "MPNet", "DebertaV2"):
+        pytest.skip("the first has no SDPA in 4.53, the others have none")
+    config = make(family, attention_probs_dropout_prob=0.5).config
+    cls = getattr(transformers, f"{family}ForSequenceClassification")
+    stock, inputs = cls._from_config(config, attn_implementation=attention), batch("ForSequenceClassification")
+    for parameter in stock.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for module in stock.modules():  # what remains to draw is the attention
+        if getattr(module, "out_drop", None) is not None:
+            module.out_drop.p = 0.0
+    fast = copy.deepcopy(stock)
+    assert "unpadding" not in ways or apply_unpadding(fast) == 2
+    assert "subset" not in ways or apply_last_layer_subset(fast) == int(family != "ModernBert")
+    for training in (False, True):
+        for model in (stock, fast):
+            set_dropouts(model.train(training), not training)
+        assert draws(fast, inputs) == draws(stock, inputs), f"a model with training={training}, its dropouts not"
+        for model in (stock, fast):
+            set_dropouts(model, training)
+        assert draws(fast, inputs) == draws(stock, inputs) == training
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_a_compiled_model_sees_the_dropouts_flag(subset: bool) -> None:
+    config = make(attention_probs_dropout_prob=0.5).config
+    stock = transformers.BertForSequenceClassification._from_config(config, attn_implementation="eager")
+    fast, inputs = copy.deepcopy(stock), batch("ForSequenceClassification")
+    assert apply_unpadding(fast) == 2 and (not subset or apply_last_layer_subset(fast) == 1)
+    apply_fast_dropout(fast)
+    assert apply_torch_compile(fast, scope="block", backend="aot_eager") == 2
+    for training, dropping in ((False, False), (False, True), (True, True), (True, False)):
+        for model in (stock, fast):
+            set_dropouts(model.train(training), dropping)
+        assert draws(fast, inputs) == draws(stock, inputs), (training, dropping)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("scope", ["model", "block"])
 @pytest.mark.parametrize(("family", "head"), KINDS)
 def test_compiled(family: str, head: str, scope: str) -> None:
@@ -582,6 +647,35 @@ def test_what_packing_cannot_give_takes_the_stock_forward(family: str, extra: di
     for name in expected:
         a, b = out[name], expected[name]
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("values", [(0, 1, 2), (0, 1, 0.5), (-1e4, 0, 0)], ids=["segments", "weights", "added"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_of_other_numbers_take_the_stock_forward(family: str, attention: str, values: tuple, caplog) -> None:
+    if attention == "sdpa" and family in ("Electra", "MPNet", "DebertaV2"):
+        pytest.skip("the first has no SDPA in 4.53, the others have none")
+    cls = getattr(transformers, f"{family}ForSequenceClassification")
+    stock = cls._from_config(make(family).config, attn_implementation=attention)
+    for parameter in stock.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    fast, inputs = copy.deepcopy(stock), batch("ForSequenceClassification", FAMILIES[family])
+    assert apply_unpadding(fast) == 2
+    padding, real, odd = values
+    mask = torch.where(inputs["attention_mask"].bool(), real, padding).to(torch.tensor(values).dtype)
+    mask[0, 4:] = odd
+    inputs["attention_mask"] = mask
+    packed_encoder._SAID.clear()
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        for model in (stock, fast, fast):
+            try:
+                out = model(**inputs).logits.detach()
+            except RuntimeError as error:  # PyTorch's kernel takes no such mask
+                out = str(error)
+            if model is stock:
+                expected = out
+            assert out == expected if isinstance(out, str) else torch.equal(out, expected)
+    assert caplog.text.count("an attention mask of other numbers than 0 and 1") == len(caplog.records) == 1
 
 
 def test_says_it_once_whatever_the_shape(caplog) -> None:
@@ -808,6 +902,15 @@ class TestPacking:
                 counts = counts_of(sent["attention_mask"])
                 assert counts == expected and list(map(type, counts)) == list(map(type, expected))
 
+    def test_what_kind_of_mask_it_was_travels_with_the_counts(self) -> None:
+        mask = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 2, 0], [0, 3, 1], [2, 0, 1]])
+        kinds = [int, Holed, Valued, Valued, Valued]
+        for given in (mask, mask.to(torch.uint8), mask.half()):
+            counts = count_tokens(given)
+            assert counts == OnHost.of(counts).counts() == [2, 2, 2, -2, 2]
+            assert list(map(type, counts)) == list(map(type, OnHost.of(counts).counts())) == kinds
+        assert set(map(type, count_tokens(mask != 0))) == {int, Holed}
+
     def test_strange_batches_are_left_alone(self) -> None:
         four = {"attention_mask": torch.ones(1, 1, 2, 2)}
         assert not count_on_host([1]) and not count_on_host(four) and list(four) == ["attention_mask"]
@@ -862,6 +965,18 @@ class TestTrainer:
         assert {q.dtype for q in real} == {asked.dtype} == {torch.bfloat16}
         own = family == "Bert" or in_c(*real[:1] * 3)
         assert algorithms[-1].evidence["kernel"] == (f"per sequence: {served_by(real[0])}" if own else "padded sdpa")
+
+    @pytest.mark.parametrize("at_padding", [-100, 0])
+    def test_labels_at_padding_are_told_of_once(self, make_trainer, at_padding: int, caplog) -> None:
+        columns = batch("ForTokenClassification")
+        columns["labels"] = torch.where(columns["attention_mask"].bool(), columns["labels"], at_padding)
+        samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = torch.utils.data.DataLoader(samples, batch_size=2)
+        model = HuggingFaceModel(make(head="ForTokenClassification").float())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with caplog.at_level(logging.WARNING, "composer_speedups"):
+            make_trainer([Unpadding()], model=model, optimizer=optimizer, train_dataloader=rows).fit()
+        assert caplog.text.count("labels at padding are not all -100") == int(at_padding != -100)
 
     def test_others_may_change_the_batch(self, make_trainer) -> None:
         """Composer's algorithms that cut batches, and transforms that mask tokens, come before the count."""
