@@ -89,6 +89,9 @@ def main(folder: Path) -> None:
     if accelerator.is_main_process:
         together = {n: [[rank[n][epoch] for rank in everywhere] for epoch in range(EPOCHS)] for n in seen}
         (folder / "seen.json").write_text(json.dumps(together))
+    # Gloo's thread may still hold the gathered tensors, and wants the interpreter's lock to free them, which the main
+    # thread keeps while it waits for that thread to end (seen once, on torch 2.7). A barrier holds none.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
