@@ -119,6 +119,9 @@ def sentence(rows: Sequence[Row]) -> str:
     name, times = names[best["recipe"]], f"{best['speedup']:.2f} times"
     if kept:
         text = _fastest(best, [row for row in kept if row["recipe"] in best["alike"]], names)
+        above = max(fast, key=lambda row: row["speedup"])
+        if above["stable"] is not False and above["speedup"] > best["speedup"]:
+            text += f" {names[above['recipe']]} measured {above['speedup']:.2f} times, but {quality_words(above)}."
     elif fast:
         quality = quality_words(best).replace("unstable", "it is unstable")
         text = f"{name} is faster, {times} the baseline's speed, but {quality}: {best['quality_note']}."

@@ -255,7 +255,7 @@ def test_runs_that_waited_for_a_core_are_told(tmp_path: Path):
 def judged(name: str, speedup: float, verdict: str, quality: str = "quality holds") -> dict[str, Any]:
     return {"recipe": name, "seeds": [1, 2, 3], "speedup": speedup, "speed_verdict": verdict, "baseline": False,
             "speedup_interval": [speedup - 0.02, speedup + 0.02], "quality_verdict": quality, "alike": [],
-            "worse_by": {"eval_accuracy": {}}, "speed_note": ""}  # fmt: skip
+            "worse_by": {"eval_accuracy": {}}, "speed_note": "", "stable": True}  # fmt: skip
 
 
 FULL = {"recipe": "cpu/fastest", "seeds": [1, 2, 3], "speedup": 1.0, "speed_verdict": "baseline", "baseline": True}
