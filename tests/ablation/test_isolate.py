@@ -30,14 +30,16 @@ def test_the_next_run_gets_another(isolation) -> None:
     assert isolation._server.pid != first
 
 
-def test_killed_again_and_again_is_one_line(isolation) -> None:
-    def always() -> None:
-        if isolation._server is not None:
-            kill(isolation)
+def test_killed_again_and_again_is_one_line(isolation, monkeypatch) -> None:
+    start = isolation.start
 
-    kill(isolation)
+    def and_kill() -> None:
+        start()
+        kill(isolation)
+
+    monkeypatch.setattr(isolation, "start", and_kill)
     with pytest.raises(ServerEnded, match=r"^the process .* killed by SIGKILL, twice: .* memory\? .* here\.$"):
-        isolation.run(WELL, timeout=60, tick=always)
+        isolation.run(WELL, timeout=60)
 
 
 def test_its_last_words_are_told(isolation) -> None:
