@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from composer_speedups.ablation.statistics import FEWEST, MOST_SEEDS, interval, is_number, seeds_needed
+from composer_speedups.ablation.statistics import FEWEST, MOST_SEEDS, interval, is_number, seeds_needed, too_few
 
 __all__ = ["METRICS", "QUALITY_CONFIDENCE", "Margins", "Quality", "compare_quality", "hardly_learnt"]
 
@@ -96,10 +96,8 @@ def compare_quality(
     if not found:
         return Quality("not judged", None, "no quality was measured", {})
     if len(seeds) < FEWEST:
-        tell = "one seed tells nothing" if len(seeds) == 1 else "two seeds tell too little"
-        note = f"{tell} about the spread: run {FEWEST} or more"
-        if len(measured) > len(seeds) == 1:
-            note = f"the baseline has only seed {seeds[0]} of these"
+        alone = len(measured) > len(seeds) == 1
+        note = f"the baseline has only seed {seeds[0]} of these" if alone else too_few(len(seeds))
         return Quality("not judged", None, note, worse_by, FEWEST)
     if why := hardly_learnt([baseline[s] for s in seeds], margins):
         return Quality("not judged", None, f"the baseline's {why}: train longer to tell", worse_by)
@@ -108,9 +106,8 @@ def compare_quality(
         needed = [one.needed for one in unclear]
         count = None if None in needed else max(n for n in needed if n is not None)
         tell = f"about {count} seeds would tell" if count else f"more than {MOST_SEEDS} seeds would have to tell"
-        return Quality(
-            "quality not shown to hold", None, "; ".join([*(o.unclear for o in unclear), tell]), worse_by, count
-        )
+        note = "; ".join([*(one.unclear for one in unclear), tell])
+        return Quality("quality not shown to hold", None, note, worse_by, count)
     note = "; ".join(
         f"{METRICS[name]} worse by at most {max(0.0, m['high'] or 0.0):.3g}, margin {m['margin']:.3g}"
         for name, m in worse_by.items()

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["report_html"]
 
-
 _FIRST = ("recipe", "speedup", "published", "samples_per_second")
 _CAPTIONS = {
     "speedups": "Blue is shown to be faster, orange slower, grey neither.",

@@ -44,6 +44,7 @@ __all__ = [
     "median_interval",
     "pooled_noise",
     "seeds_needed",
+    "too_few",
 ]
 
 CONFIDENCE = 0.99  # of speeds and drift
@@ -51,8 +52,8 @@ FEWEST = 3  # seeds: Student's t of two is 64 standard errors wide, and says not
 MOST_SEEDS = 30  # more than this many is no advice
 _MEDIANS = 0.95  # of what was measured, without a claim
 _POWER = 0.8  # of the number of seeds that is advised
-_LITTLE = 2  # and in a row that scatters more than the others
 _PRIOR = 6  # degrees of freedom that the study's noise counts for in each row, at most
+_LITTLE = 2  # and in one that scatters more than the others
 _RESAMPLES = 5000
 _UNEVEN = 0.2  # of rows that scatter as the others do, so many are taken for noisier, and get a wider interval
 
@@ -165,9 +166,7 @@ def compare_speed(measured: Mapping[int, float], baseline: Mapping[int, float], 
         return Ratio(None, None, None, 0, "not judged", note=missing)
     value = statistics.median(ratios)
     if len(ratios) < FEWEST:
-        tell = "one seed tells nothing" if len(ratios) == 1 else "two seeds tell too little"
-        note = f"{tell} about the spread: run {FEWEST} or more"
-        return Ratio(value, None, None, len(ratios), "not judged", FEWEST, note)
+        return Ratio(value, None, None, len(ratios), "not judged", FEWEST, too_few(len(ratios)))
     logs = [math.log(r) for r in ratios]
     deviation, freedom = _moderated(statistics.stdev(logs), len(logs) - 1, noise)
     low, high = (math.exp(bound) for bound in interval(logs, CONFIDENCE, deviation, freedom))
@@ -234,6 +233,12 @@ def _bootstrap(values: Sequence[float], confidence: float) -> tuple[float, float
             rng=np.random.default_rng(17),
         ).confidence_interval
     return float(booted.low), float(booted.high)
+
+
+def too_few(seeds: int) -> str:
+    """Why so many seeds are not judged: one, or two."""
+    tell = "one seed tells nothing" if seeds == 1 else "two seeds tell too little"
+    return f"{tell} about the spread: run {FEWEST} or more"
 
 
 def seeds_needed(deviation: float, effect: float, at_least: int, confidence: float, prior: int = 0) -> int | None:

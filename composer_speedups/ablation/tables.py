@@ -13,7 +13,6 @@ from composer_speedups.ablation.words import failures, notes, quality_words, sen
 
 __all__ = ["COLUMNS", "cell", "csv_table", "latex_table", "markdown_table"]
 
-
 COLUMNS = (
     ("Recipe", "recipe"),
     ("Batch", "batch_size"),
