@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from together import end_together
 from torch.utils.data import DataLoader
 
 from composer_speedups import apply_length_grouped_batches, apply_token_budget_batches
@@ -89,10 +90,7 @@ def main(folder: Path) -> None:
     if accelerator.is_main_process:
         together = {n: [[rank[n][epoch] for rank in everywhere] for epoch in range(EPOCHS)] for n in seen}
         (folder / "seen.json").write_text(json.dumps(together))
-    # Gloo's thread may still hold the gathered tensors, and wants the interpreter's lock to free them, which the main
-    # thread keeps while it waits for that thread to end (seen once, on torch 2.7). A barrier holds none.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end_together()
 
 
 def chooser(loader: DataLoader) -> Any:

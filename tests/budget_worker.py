@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from small import BatchDataset, bert_config
+from together import end_together
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_speedups import TokenBudgetBatches
@@ -140,5 +141,4 @@ SMALL = (
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end_together()

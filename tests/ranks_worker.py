@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from contract import batch, bert, case, make
+from together import end_together
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from composer_speedups.errors import UserError
@@ -123,6 +124,4 @@ def main(out: str, strategy: str, keys: list[str]) -> None:
 if __name__ == "__main__":
     for chosen in ("ddp", "fsdp2"):
         main(f"{sys.argv[1]}/{chosen}", chosen, sys.argv[2:])
-    # Left to the interpreter's end, Gloo's threads were once still running there (torch 2.11, a busy machine): SIGABRT.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end_together()
