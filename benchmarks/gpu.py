@@ -5,7 +5,7 @@
 Then, with what time is left, more repetitions of what decides, and how the kernels are launched best here
 (`launches.py`):
 
-    python3 -m benchmarks.gpu --parts training --first 12 --minutes 9 --out more
+    python3 -m benchmarks.gpu --parts training --first 10 --minutes 9 --out more
     python3 -m benchmarks.gpu --parts launches --minutes 6 --out sizes
 
 On a lent machine only a few files under `$OUT` come back. Where that is set, all that there is in the folder `--out` is
@@ -53,7 +53,7 @@ _WRITES = {
     "training": "peers/rows.jsonl",
 }
 _SHARES = {"tests": 3 / 8, "limits": 2 / 5, "launches": 1 / 2}
-_HANGS = 60  # seconds after which a test is taken for one that hangs
+_HANGS = 110  # seconds after which a test is taken for one that hangs
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _MARKED = re.compile(r"mark\.gpu|\bdevice: str")  # by itself, or by conftest's fixture
 _ROOT = Path(__file__).parents[1]
@@ -86,8 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="of all together (default: 8)")
-    parser.add_argument("--batches", type=int, default=30 if hardware() == "cuda" else 2, help="that count")
-    parser.add_argument("--workers", type=int, default=12, help="processes for the tests (default: 12)")
+    parser.add_argument("--batches", type=int, default=60 if hardware() == "cuda" else 2, help="that count")
+    parser.add_argument("--workers", type=int, default=10, help="processes for the tests (default: 10)")
     parser.add_argument(
         "--parts", nargs="+", choices=(*PARTS, "launches"), default=PARTS, help="to do (default: all but launches)"
     )
@@ -156,6 +156,8 @@ def _test(log: Path, workers: int, limit: float) -> bool:
         # A worker ends where no test can pass any more, and where one hangs in a call that no signal interrupts.
         "-p",
         "benchmarks.lost_workers",
+        "-p",
+        "benchmarks.told_at_once",
         f"--timeout={_HANGS}",
         "--timeout-method=thread",
         "-v",  # a line a test, at once: where the time runs out, these lines tell what passed until then

@@ -1,4 +1,4 @@
-"""Which calls of a stack of layers are replayed as CUDA graphs: those of a shape that has come before.
+"""Which calls of a stack of layers, or of a model, are replayed as CUDA graphs: those of a shape that has come before.
 
 `recording.py` records one; here is what a graph has in it besides the numbers in its tensors, by which it is found.
 """
@@ -9,19 +9,17 @@ import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.families import layers_of
-from composer_speedups.first_request import asked_for_first
-from composer_speedups.packing import Packing
+from composer_speedups.fixed_total import FixedTotal, total_fixed
 from composer_speedups.recording import Memory, Recorded
 from composer_speedups.surgery import hooked
 
-__all__ = ["Graphs", "kernel_by_kernel"]
+__all__ = ["Graphs", "Total", "all_modules", "kernel_by_kernel"]
 
 _looked_at = 0  # by how many, in this process
 _OUTPUT = object()  # stands for a tensor in what layers return
@@ -30,7 +28,6 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _SHORT = 4096  # numbers of a tensor on the host
 _CHANGES = 20  # of the layers after which nothing is recorded any more: a recording costs as much as some steps
 _FLAGS = ("training", "p", "attention_dropout", "dropout_prob")  # of modules
-_UNREAD = "num_items_in_batch"  # transformers gives it to all that it calls; no layer reads it, and it always differs
 
 
 @contextmanager
@@ -44,8 +41,38 @@ def kernel_by_kernel() -> Iterator[None]:
         _looked_at -= 1
 
 
+class Total(NamedTuple):
+    """The tokens that a call of a whole model works on, in the end; its inputs have no such shape.
+
+    Attributes:
+        tokens: real ones, filled up to a multiple of `step`.
+        step: what totals are multiples of.
+        most: all, padding included.
+        length: of a row.
+    """
+
+    tokens: int
+    step: int
+    most: int
+    length: int
+
+    def enlarged(self) -> Total:
+        """What is recorded first: with room for those that come after it, which use its memory."""
+        return self._replace(tokens=min(self.most, -(-(self.tokens + self.tokens // 16) // self.step) * self.step))
+
+    def fixed(self) -> FixedTotal:
+        """For all that this total serves: what is at least eight ninths of it, and what it was enlarged from."""
+        return FixedTotal(self.tokens, min(self.most, self.tokens // 9 + 2 * self.step))
+
+    def serves(self, smaller: int) -> bool:
+        return smaller <= self.tokens <= smaller + smaller // 8
+
+
 class Graphs:
-    """Those of one stack of layers. A shape is recorded when it comes for the second time.
+    """Those of one stack of layers, or of one model. A shape is recorded when it comes for the second time.
+
+    A model's shapes are totals of tokens: one that is not recorded is filled up to a recorded one, if that is an eighth
+    larger at most.
 
     Attributes:
         replayed: how often one was used.
@@ -56,11 +83,12 @@ class Graphs:
     def __init__(self) -> None:
         self.replayed = self.launched = 0
         self.reason = ""
-        self._known: dict[Hashable, tuple[Recorded, Any] | None] = {}  # by shape; None where it is not recorded
+        # By call, and its total where it has one; None where it is not recorded.
+        self._known: dict[tuple[Hashable, Total | None], tuple[Recorded, Any] | None] = {}
         self._memory: Memory | None = None
         self._state: Hashable = None  # of the layers, as the graphs have it in them
         self._changes = 0  # of it, for which graphs were lost
-        self._largest = 0  # numbers in the inputs of what is recorded
+        self._largest = 0  # numbers in the inputs of what is recorded, or tokens
 
     @property
     def recorded(self) -> int:
@@ -68,32 +96,48 @@ class Graphs:
         return sum(known is not None for known in self._known.values())
 
     def __call__(
-        self, stack: torch.nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], limit: int
+        self,
+        modules: list[torch.nn.Module],
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        limit: int,
+        around: Hashable = None,
+        total: Total | None = None,
+        steady: Callable[[Any], Any] = lambda x: x,
     ) -> Any:
-        """`forward(*args, **kwargs)` of `stack`: replayed, recorded if fewer than `limit` shapes are, or called."""
-        values, structure = pytree.tree_flatten(_steady(args, kwargs))
+        """`forward(*args, **kwargs)`: replayed, recorded if fewer than `limit` shapes are, or called.
+
+        `modules` are all whose parameters it uses; `around`: what else a graph has in it; `steady` takes from an
+        argument what differs from batch to batch and no kernel reads.
+        """
+        recorded_for = tuple(map(steady, args)), {name: steady(x) for name, x in kwargs.items()}
+        values, structure = pytree.tree_flatten(recorded_for)
         inputs, which = _distinct(values)
         if not inputs or _looked_at:
             return forward(*args, **kwargs)
-        modules = _modules(layers_of(stack))
         parameters = list({id(p): p for m in modules for p in m._parameters.values() if p is not None}.values())
-        key = _key(stack, len(args), tuple(kwargs), values, which)
-        self.reason = self._why_not(modules, inputs, parameters, key, limit)
+        call = _call_key(around, len(args), tuple(kwargs), values, which)
+        self.reason = self._why_not(modules, inputs, parameters)
+        if not self.reason:
+            self.reason, total = self._chosen(call, total, limit)
         if self.reason:
             self.launched += 1
             return forward(*args, **kwargs)
-        known = self._known[key]
-        if known is None:
-            self._make_room(sum(x.numel() for x in inputs))
-            call = functools.partial(_call, forward, values, which, structure)
-            known = self._known[key] = self._record(call, inputs, modules, parameters)
+        if self._known.get((call, total)) is None:
+            self._make_room(sum(x.numel() for x in inputs) if total is None else total.tokens)
+            if total is not None and self._memory is None:
+                total = total.enlarged()
+                self._largest = total.tokens
+            run = functools.partial(_call, forward, values, which, structure, total and total.fixed())
+            self._known[call, total] = self._record(run, inputs, modules, parameters)
         self.replayed += 1
-        recorded, template = known
+        recorded, template = self._known[call, total]
         outputs = iter(recorded(inputs, parameters))
         return pytree.tree_map(lambda y: next(outputs) if y is _OUTPUT else y, template)
 
-    def _why_not(self, modules, inputs, parameters, key: Hashable | None, limit: int) -> str:
-        """Why the layers must run kernel by kernel, or ""; remembers the shape, and moves gradients out of the way."""
+    def _why_not(self, modules, inputs, parameters) -> str:
+        """Why the layers must run kernel by kernel, or ""; moves gradients out of the way."""
         if any(map(hooked, modules)):
             return "there is a hook in a layer"
         if not any(x.requires_grad for x in (*inputs, *parameters)):
@@ -108,15 +152,28 @@ class Graphs:
             return "a backward pass comes after another forward pass"
         if self._memory is not None and not self._memory.vacate(parameters):
             return "somebody holds gradients of the step before"
-        if key is None:
-            return "the layers are given something other than tensors and plain values"
-        if key not in self._known:
-            if len(self._known) < _REMEMBERED:
-                self._known[key] = None
-            return "each batch has a shape of its own. Pad to few lengths, or give unpadding multiple_of=512"
-        if self._known[key] is None and self.recorded >= limit:
-            return f"the limit of {limit} shapes is reached"
         return ""
+
+    def _chosen(self, call: Hashable | None, total: Total | None, limit: int) -> tuple[str, Total | None]:
+        """Why this shape is neither replayed nor recorded, or "", and the total that serves; remembers the shape."""
+        if call is None:
+            return "the layers are given something other than tensors and plain values", total
+        key = call, total
+        new = key not in self._known
+        if not new and self._known[key] is not None:
+            return "", total
+        if new and len(self._known) < _REMEMBERED:
+            self._known[key] = None
+        full = self.recorded >= limit
+        if not (new or full):
+            return "", total
+        if total is not None:
+            there = [t for (c, t), known in self._known.items() if c == call and known is not None]
+            if larger := [t for t in there if t.serves(total.tokens)]:
+                return "", min(larger)
+        if full:
+            return f"the limit of {limit} shapes is reached", total
+        return "each batch has a shape of its own. Pad to few lengths, or give unpadding multiple_of=512", total
 
     def _forget(self, state: Hashable) -> None:
         """All graphs, as what they have in them of the layers is not so any more, or to make room."""
@@ -137,14 +194,16 @@ class Graphs:
         template: Any = None
         low = {"enabled": torch.is_autocast_enabled("cuda"), "dtype": torch.get_autocast_dtype("cuda")}
 
-        def function(inputs, standing_in) -> list[torch.Tensor]:
+        def function(inputs, standing_in) -> tuple[list[torch.Tensor], int]:
             nonlocal template
             replaced = _replaced(modules, dict(zip(map(id, parameters), standing_in, strict=True)))
             with replaced, torch.autocast("cuda", **low):
                 returned = call(inputs)
             torch.clear_autocast_cache()  # what was cast here is in this graph
             template = pytree.tree_map(lambda y: _OUTPUT if isinstance(y, torch.Tensor) else y, returned)
-            return [y for y in pytree.tree_leaves(returned) if isinstance(y, torch.Tensor)]
+            outputs = [y for y in pytree.tree_leaves(returned) if isinstance(y, torch.Tensor)]
+            # A model with labels is trained by its loss, the first of what it returns; hidden states by all.
+            return outputs, 1 if isinstance(getattr(returned, "loss", None), torch.Tensor) else len(outputs)
 
         torch.clear_autocast_cache()
         handled = sys.exception()
@@ -184,23 +243,15 @@ def _distinct(values: list[Any]) -> tuple[list[torch.Tensor], tuple[int | None, 
     return inputs, tuple(which)
 
 
-def _call(forward: Callable[..., Any], values: list[Any], which, structure: Any, inputs) -> Any:
+def _call(forward: Callable[..., Any], values: list[Any], which, structure: Any, total, inputs) -> Any:
     """`forward` of `values`, with `inputs` in place of the tensors on the device."""
     filled = [x if number is None else inputs[number] for x, number in zip(values, which, strict=True)]
     args, kwargs = pytree.tree_unflatten(filled, structure)
-    return forward(*args, **kwargs)
+    with total_fixed(total):
+        return forward(*args, **kwargs)
 
 
-def _steady(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments, without what differs from batch to batch and no kernel reads."""
-
-    def of(x: Any) -> Any:
-        return x.steady() if isinstance(x, Packing) else x
-
-    return tuple(map(of, args)), {name: None if name == _UNREAD else of(x) for name, x in kwargs.items()}
-
-
-def _modules(layers: torch.nn.Module) -> list[torch.nn.Module]:
+def all_modules(layers: torch.nn.Module) -> list[torch.nn.Module]:
     """As `modules()`, in a tenth of its time: it is asked in each step."""
     found = [layers]
     for module in found:
@@ -208,7 +259,7 @@ def _modules(layers: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _key(stack: torch.nn.Module, positional: int, names: tuple[str, ...], values, which) -> Hashable | None:
+def _call_key(around: Hashable, positional: int, names: tuple[str, ...], values, which) -> Hashable | None:
     """What a graph has in it of its call, but the numbers in its tensors; None where that cannot be told."""
     arguments = []
     for x, number in zip(values, which, strict=True):
@@ -221,10 +272,7 @@ def _key(stack: torch.nn.Module, positional: int, names: tuple[str, ...], values
         else:
             return None
     low = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    config = getattr(stack, "config", None)
-    asked = [getattr(config, name, None) for name in ("output_hidden_states", "output_attentions")]
-    around = *low, torch.are_deterministic_algorithms_enabled(), asked_for_first(layers_of(stack)[-1]), *asked
-    return positional, names, which, tuple(arguments), around
+    return positional, names, which, tuple(arguments), *low, torch.are_deterministic_algorithms_enabled(), around
 
 
 def _state(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter]) -> Hashable:

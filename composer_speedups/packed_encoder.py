@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
 from composer_speedups.compat import attention_dropout
+from composer_speedups.fixed_total import fixed_total
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
@@ -46,6 +47,14 @@ class PackedEncoder:
     @torch.compiler.disable
     def packing_of(self, input_ids, mask, args: tuple, kwargs: dict[str, Any]) -> Packing | None:
         """How to pack this batch; None, said once, where only the padded forward pass is right."""
+        total = fixed_total()
+        if total is not None:  # whoever has fixed it has asked `counted` before
+            return Packing.on_device(torch.ones_like(input_ids) if mask is None else mask, total)
+        found = self.counted(input_ids, mask, args, kwargs)
+        return None if found is None else Packing.of(*found, self.packed_multiple_of)
+
+    def counted(self, input_ids, mask, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, list[int]] | None:
+        """The mask of a batch that can be packed, and its rows' counts; None, said once, for one that cannot."""
         extras = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
         for name in ("output_attentions", "output_hidden_states"):
             asked = kwargs.get(name)
@@ -65,7 +74,7 @@ class PackedEncoder:
             return say_once("padding between the tokens of a row, of which windows are counted")
         if not any(counts) or (not self.reads_anywhere and min(counts) <= 0):
             return say_once("a row's first position, which is read by the head, is padding")
-        return Packing.of(mask, counts, self.packed_multiple_of)
+        return mask, counts
 
     def padded(self, hidden: torch.Tensor, packing: Packing) -> torch.Tensor:
         """[total, width] -> [rows, length, width], with what a head that works on packed tokens looks for."""

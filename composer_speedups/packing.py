@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from composer_speedups.fixed_total import FixedTotal
 from composer_speedups.kernels.disentangled import Places
 from composer_speedups.kernels.varlen_attention import Lengths
 
@@ -48,7 +49,7 @@ class Packing(NamedTuple):
         lengths: of the rows without padding, and after them, where totals are filled up, of the filling.
         rows: of the padded batch.
         length: of the padded rows.
-        real: how many of the packed tokens are real: the first.
+        real: how many of the packed tokens are real: the first; on the device, where the total was fixed beforehand.
         places: of distances within a sequence, for layers that add something for them to scores and know no others.
     """
 
@@ -56,7 +57,7 @@ class Packing(NamedTuple):
     lengths: Lengths
     rows: int
     length: int
-    real: int
+    real: int | torch.Tensor
     places: Places | None = None
 
     @classmethod
@@ -90,6 +91,25 @@ class Packing(NamedTuple):
             indices = padding.byte().argsort(stable=True)[: real + filling]
         return cls(indices, lengths, rows, length, real)
 
+    @classmethod
+    def on_device(cls, mask: torch.Tensor, total: FixedTotal) -> Packing:
+        """From a mask [rows, length] alone, for a total that has room for its real tokens; nobody waits for them.
+
+        >>> packing = Packing.on_device(torch.tensor([[1, 1, 0], [1, 0, 0]]), FixedTotal(5, 4))
+        >>> packing.indices, packing.lengths.cumulative, packing.real
+        (tensor([0, 1, 3, 2, 4]), tensor([0, 2, 3, 5, 5], dtype=torch.int32), tensor(3))
+        """
+        rows, length = mask.shape
+        padding = mask == 0
+        sizes = length - padding.sum(1)
+        real = sizes.sum()
+        begins = torch.arange(0, total.filling, length, device=mask.device)
+        ends = torch.cat([sizes, (total.tokens - real - begins).clamp(0, length)]).cumsum(0)
+        lengths = Lengths(
+            torch.cat([ends.new_zeros(1), ends]).int(), torch.full((len(ends),), length, dtype=torch.int32), length
+        )
+        return cls(padding.flatten().byte().argsort(stable=True)[: total.tokens], lengths, rows, length, real)
+
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, length, ...] -> [total, ...]."""
         flat = x.expand(self.rows, self.length, *x.shape[2:]).flatten(0, 1)
@@ -97,7 +117,11 @@ class Packing(NamedTuple):
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """[total, ...] -> [rows, length, ...], with zeros for padding, to which no gradient flows."""
-        if self.indices is not None:
+        if isinstance(self.real, torch.Tensor):
+            filling = torch.arange(len(x), device=x.device) >= self.real
+            x = x.masked_fill(filling.view(-1, *[1] * (x.dim() - 1)), 0)
+            x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy_(0, self.indices, x)
+        elif self.indices is not None:
             zeros = x.new_zeros(self.rows * self.length, *x.shape[1:])
             x = zeros.index_copy_(0, self.indices[: self.real], x[: self.real])  # in place: else it copies the zeros
         return x.unflatten(0, (self.rows, self.length))

@@ -97,14 +97,16 @@ class Recorded:
     """`function(*inputs)` with the module's `parameters`, recorded once.
 
     Args:
-        function: returns a sequence of tensors; it must use the given stand-ins for `parameters`, which are of the
-            same memory, and must neither wait for the device nor depend on numbers on the host that change.
+        function: returns tensors, and how many of them, the first, have their gradients recorded. It must use the given
+            stand-ins for `parameters`, which are of the same memory, and must neither wait for the device nor depend on
+            numbers on the host that change.
         inputs: tensors on the device as those that will come.
         parameters: whose gradients are wanted where they require one.
         memory: shared with other graphs of the same parameters.
 
     Attributes:
         differentiable: of each output, whether it has a gradient.
+        sources: of how many of those, the first, it was recorded; that of another one raises.
 
     Raises:
         RuntimeError: something in it cannot be recorded.
@@ -112,7 +114,7 @@ class Recorded:
 
     def __init__(
         self,
-        function: Callable[[Tensors, Tensors], Tensors],
+        function: Callable[[Tensors, Tensors], tuple[Tensors, int]],
         inputs: Tensors,
         parameters: Tensors,
         memory: Memory,
@@ -123,17 +125,21 @@ class Recorded:
         standing_in = [torch.nn.Parameter(p.detach(), p.requires_grad) for p in parameters]
         wanted = [x for x in (*self._inputs, *standing_in) if x.requires_grad]
 
-        def backward(outputs: Tensors, given: Tensors) -> Tensors:
-            return torch.autograd.grad([y for y in outputs if y.requires_grad], wanted, given, allow_unused=True)
+        def forward() -> tuple[Tensors, Tensors]:
+            outputs, recorded = function(self._inputs, standing_in)
+            return outputs, [y for y in outputs[:recorded] if y.requires_grad]
+
+        def backward(outputs: Tensors) -> Tensors:
+            return torch.autograd.grad(outputs, wanted, self._given, allow_unused=True)
 
         main = torch.cuda.current_stream()
         torch.cuda.empty_cache()  # what ran kernel by kernel before was as large
         memory.stream.wait_stream(main)
         with torch.cuda.stream(memory.stream):  # what libraries make at their first use, they must not make recording
-            outputs = function(self._inputs, standing_in)
-            self._given = [torch.zeros_like(y) for y in outputs if y.requires_grad]
-            backward(outputs, self._given)
-            del outputs
+            outputs, sources = forward()
+            self._given = [torch.zeros_like(y) for y in sources]
+            backward(sources)
+            del outputs, sources
         main.wait_stream(memory.stream)
 
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -141,16 +147,17 @@ class Recorded:
         how = {"pool": memory.pool, "stream": memory.stream, "capture_error_mode": "thread_local"}
         with torch.cuda.stream(main):  # PyTorch before 2.15 stays on the other stream if recording fails
             with torch.cuda.graph(self._forward, **how):
-                outputs = function(self._inputs, standing_in)
+                outputs, sources = forward()
             self.differentiable = [y.requires_grad for y in outputs]
             with torch.cuda.graph(self._backward, **how):
-                found = iter(backward(outputs, self._given))
+                found = iter(backward(sources))
                 gradients = [next(found) if x.requires_grad else None for x in (*self._inputs, *standing_in)]
                 self._of_inputs, self._of_parameters = gradients[: len(inputs)], memory.keep(gradients[len(inputs) :])
                 del gradients, found
+        self.sources = len(sources)
         # Without their history, so that what it kept is memory for the next graph.
         self._inputs, self._outputs = [x.detach() for x in self._inputs], [y.detach() for y in outputs]
-        del outputs
+        del outputs, sources
         memory.count_users()
 
     def __call__(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
@@ -162,8 +169,9 @@ class Recorded:
         self._forward.replay()
         return tuple(y.clone() for y in self._outputs)
 
-    def replay_backward(self, given: Tensors) -> list[torch.Tensor | None]:
-        torch._foreach_copy_(self._given, list(given))
+    def replay_backward(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        for ours, g in zip(self._given, given[: len(self._given)], strict=True):
+            ours.zero_() if g is None else ours.copy_(g)
         self._backward.replay()
         # An input's gradient goes on through the model; a parameter's is used where it is.
         own = [None if g is None else g.clone() for g in self._of_inputs]
@@ -175,6 +183,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, recorded: Recorded, run: _Pass, *tensors: torch.Tensor):
         ctx.recorded, ctx.run = recorded, run
         outputs = recorded.replay_forward(tensors[: len(recorded._inputs)])
+        ctx.set_materialize_grads(False)  # logits, of which nobody wants any, would be many zeros
         ctx.mark_non_differentiable(*(y for y, has in zip(outputs, recorded.differentiable, strict=True) if not has))
         return outputs
 
@@ -188,6 +197,11 @@ class _Replay(torch.autograd.Function):
             )
         recorded: Any = ctx.recorded
         wanted = [g for g, has in zip(given, recorded.differentiable, strict=True) if has]
+        if any(g is not None for g in wanted[recorded.sources :]):
+            raise RuntimeError(
+                "cuda_graphs: with scope='model' only the model's own loss has gradients, and here those of its other "
+                "outputs (logits, say) are asked for. Use scope='layers'"
+            )
         gradients = recorded.replay_backward(wanted)
         # Whoever keeps a loss until the next one is there keeps no graph, and its memory, with it.
         ctx.run.done, ctx.recorded = True, None

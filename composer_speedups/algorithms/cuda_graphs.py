@@ -1,10 +1,10 @@
 """CUDAGraphs: all kernels of the layers' forward pass by one call of the host, and all of their backward pass by
-another.
+another. With `scope="model"`, those of the embeddings, the head and the loss with them.
 
 **Why it is faster.** Every kernel costs the host some microseconds, for Python, autograd, PyTorch's dispatcher and the
 driver; a step of BERT-base has about a thousand. A fast GPU with a small batch computes them sooner than the host
-launches them, and waits. Here the kernels of all layers are recorded once for each shape of a batch, with their
-addresses, and replayed by one call. Nothing is compiled: what is recorded are the kernels that run anyway.
+launches them, and waits. Here the kernels are recorded once for each shape of a batch, with their addresses, and
+replayed by one call. Nothing is compiled: what is recorded are the kernels that run anyway.
 
 **Numerics.** The same kernels on the same numbers. Dropout draws new masks in each replay, from PyTorch's generator;
 not the same ones as without, as recording has drawn some, too. Gradients are those of the microbatch, accumulated as
@@ -14,12 +14,15 @@ ever.
 run kernel by kernel when it comes first, and recorded when it comes again; so shapes must come again. Batches of one
 size padded to one length have one. With `Unpadding`, `multiple_of=512` leaves a few totals of tokens, and 256 tokens of
 padding to compute on average; batches padded to their longest want `pad_to_multiple_of`. Other shapes than the first
-`limit` ones that came again run kernel by kernel.
+`limit` ones that came again run kernel by kernel. With `scope="model"`, a total that was not recorded yet is filled up
+to one that was and is up to an eighth larger.
 
 **Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers, or
-with `Unpadding` of ModernBERT's. DDP exchanges the layers' gradients after their whole backward pass, not beside it;
-not under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes that
-record graphs, or with `GradientCheckpointing`. A hook in a layer makes all run kernel by kernel, and so do evaluation,
+with `Unpadding` of ModernBERT's. `scope="model"` needs `Unpadding` and a head of transformers' own, called with
+arguments by name; only its loss has gradients then (asking for those of logits beside it is an error; without labels
+they have theirs), and `MaskedTokenHead` needs a `capacity`. DDP exchanges gradients after the whole backward pass, not
+beside it; not under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes
+that record graphs, or with `GradientCheckpointing`. A hook inside makes all run kernel by kernel, and so do evaluation,
 a second forward pass before the first one's backward pass, and gradients that somebody keeps elsewhere than as a
 parameter's `grad`. Layers that were moved or frozen, or have another dropout rate, are recorded anew, up to twenty
 times. What a forward pass keeps for backward stays allocated between steps, once for all shapes; a shape that is not
@@ -40,25 +43,32 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Event, State
 from composer.loggers import Logger
 
-from composer_speedups.arguments import check_count
+from composer_speedups.algorithms.masked_token_head import waits_for_predicted
+from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.errors import ConflictError
-from composer_speedups.families import BERT_LIKE, DISTILBERT, MODERNBERT, stack_of
-from composer_speedups.graphs import Graphs
+from composer_speedups.families import BERT_LIKE, DISTILBERT, MODERNBERT, layers_of, stack_of
+from composer_speedups.first_request import asked_for_first
+from composer_speedups.graphs import Graphs, Total, all_modules
+from composer_speedups.packed_encoder import PackedEncoder
+from composer_speedups.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import having, mix_in
+from composer_speedups.surgery import having, mix_in, stock_forward
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
+SCOPES = ("layers", "model")
 _FAMILIES = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)
+_ASKED = ("output_hidden_states", "output_attentions", "return_dict")
+_UNREAD = "num_items_in_batch"  # transformers gives it to all that it calls; no layer reads it, and it always differs
 
 
-def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8) -> int:
-    """Let the layers of every encoder in `model` be recorded and replayed in training, in place; return how many
-    encoders.
+def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8, scope: str = "layers") -> int:
+    """Let every encoder in `model` be recorded and replayed in training, in place; return how many encoders.
 
     Args:
         model: changed in place, after everything else that changes it.
         limit: how many shapes of a batch are recorded at most.
+        scope: `layers` of each encoder, or each whole `model` whose encoder is unpadded, from the ids to the loss.
 
     >>> from transformers import BertConfig, BertModel
     >>> bert = BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
@@ -66,14 +76,18 @@ def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8) -> int:
     (1, 0)
     """
     check_count("limit", limit)
-    encoders = [m for m in model.modules() if _family(m) in _FAMILIES]
-    found = dict.fromkeys(stack_of(encoder) for encoder in encoders)
-    stacks = [stack for stack in found if stack is not None and not isinstance(stack, _Graphed)]
-    stacks = [stack for stack in stacks if _family(stack) not in MODERNBERT or hasattr(stack, "run_layers")]
-    for stack in stacks:
-        stack.graphs_limit = limit
-        mix_in(_Packed if hasattr(stack, "run_layers") else _Stack, stack)
-    return len(stacks)
+    check_choice("scope", scope, SCOPES)
+    if scope == "model":
+        found = [m for m in model.modules() if _unpadded(m) and not isinstance(m, _Graphed)]
+    else:
+        encoders = [m for m in model.modules() if _family(m) in _FAMILIES]
+        stacks = dict.fromkeys(stack_of(encoder) for encoder in encoders)
+        found = [stack for stack in stacks if stack is not None and not isinstance(stack, _Graphed)]
+        found = [stack for stack in found if _family(stack) not in MODERNBERT or hasattr(stack, "run_layers")]
+    for module in found:
+        module.graphs_limit = limit
+        mix_in(_Whole if scope == "model" else _Packed if hasattr(module, "run_layers") else _Stack, module)
+    return len(found)
 
 
 class CUDAGraphs(SpeedUp):
@@ -81,16 +95,18 @@ class CUDAGraphs(SpeedUp):
 
     Args:
         limit: how many shapes of a batch are recorded at most.
+        scope: `layers` of each encoder, or each whole `model` whose encoder is unpadded, from the ids to the loss.
 
     >>> CUDAGraphs()
-    CUDAGraphs(limit=8)
+    CUDAGraphs(limit=8, scope='layers')
     """
 
     stage = Stage.RECORD
     events = frozenset({Event.EPOCH_END, Event.FIT_END})
 
-    def __init__(self, limit: int = 8) -> None:
+    def __init__(self, limit: int = 8, scope: str = "layers") -> None:
         self.limit = check_count("limit", limit)
+        self.scope = check_choice("scope", scope, SCOPES)
 
     def unavailable(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "CUDA graphs need a GPU of NVIDIA's: remove it"
@@ -112,8 +128,15 @@ class CUDAGraphs(SpeedUp):
             raise ConflictError(
                 "cuda_graphs keeps the memory that gradient_checkpointing is there to save. Remove one of them"
             )
-        count = apply_cuda_graphs(state.model, self.limit)
+        if self.scope == "model" and any(map(waits_for_predicted, state.model.modules())):
+            raise ConflictError(
+                "cuda_graphs with scope='model' cannot record how masked_token_head waits to learn how many tokens are "
+                "predicted. Give it a capacity, as 0.2 for masks of 15 %, or use scope='layers'"
+            )
+        count = apply_cuda_graphs(state.model, self.limit, self.scope)
         nothing = f"no layers of {', '.join(_FAMILIES)} (with unpadding) in the model"
+        if self.scope == "model":
+            nothing = f"no unpadded model of {', '.join(_FAMILIES)} with transformers' own head. Use scope='layers'"
         self.report(logger, count, nothing, already=having(state.model, _Graphed))
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -135,33 +158,87 @@ def _family(module: torch.nn.Module) -> str | None:
     return getattr(getattr(module, "config", None), "model_type", None)
 
 
+def _unpadded(model: torch.nn.Module) -> bool:
+    """Whether `model` is an unpadded encoder and a head, so that its tokens' total is all that the host must know."""
+    encoder = getattr(model, "base_model", None)
+    unpadded = isinstance(encoder, PackedEncoder) and encoder is not model
+    return unpadded and _family(encoder) in _FAMILIES and stock_forward(model)
+
+
 class _Graphed:
-    """Mixed into the module that runs the layers."""
+    """Mixed into the module that runs the layers, or the whole model."""
 
     graphs_limit: int = 8
 
-    def _in_graphs(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """`run(*args, **kwargs)`, which runs the layers: as a graph if it may be one."""
+    def _graphs(self) -> Graphs | None:
+        """Those of this module, made when it trains first; None where its kernels are wanted one by one."""
         if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
-            return run(*args, **kwargs)
+            return None
         graphs = _GRAPHS.get(self)
         if graphs is None:
             graphs = _GRAPHS[self] = Graphs()
-        return graphs(self, run, args, kwargs, self.graphs_limit)
+        return graphs
+
+    def _asked(self) -> list[Any]:
+        config = getattr(self, "config", None)
+        return [getattr(config, name, None) for name in _ASKED]
 
 
-class _Stack(_Graphed):
+class _Layers(_Graphed):
+    def _in_graphs(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`run(*args, **kwargs)`, which runs the layers: as a graph if it may be one."""
+        graphs = self._graphs()
+        if graphs is None:
+            return run(*args, **kwargs)
+        layers = layers_of(self)
+        kwargs.pop(_UNREAD, None)
+        around = asked_for_first(layers[-1]), *self._asked()
+        return graphs(all_modules(layers), run, args, kwargs, self.graphs_limit, around, steady=_steady)
+
+
+class _Stack(_Layers):
     """Of those whose `forward` is nothing else."""
 
     def forward(self, *args: Any, **kwargs: Any):
         return self._in_graphs(super().forward, args, kwargs)
 
 
-class _Packed(_Graphed):
+class _Packed(_Layers):
     """Of ModernBERT, whose encoder runs them itself; `Unpadding` has put that into a method of its own."""
 
     def run_layers(self, *args: Any) -> torch.Tensor:
         return self._in_graphs(super().run_layers, args, {})
 
 
+class _Whole(_Graphed):
+    """Of a model whose encoder is unpadded."""
+
+    def forward(self, *args: Any, **kwargs: Any):
+        graphs = self._graphs()
+        total = None if graphs is None or args else self._total(**kwargs)
+        if total is None:
+            return super().forward(*args, **kwargs)
+        around = type(self.base_model), *self._asked()
+        return graphs(all_modules(self), super().forward, (), kwargs, self.graphs_limit, tuple(around), total)
+
+    def _total(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, **others: Any):
+        """How many tokens its encoder will pack; None if it packs none, or is given what no graph knows."""
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
+            return None
+        of_head = {name for name in others if name in _OF_HEADS}
+        asked = {name: value for name, value in others.items() if name not in of_head}
+        found = self.base_model.counted(input_ids, attention_mask, (), asked)
+        if found is None:
+            return None
+        step, most = self.base_model.packed_multiple_of, input_ids.numel()
+        real = sum(map(abs, found[1]))
+        return Total(min(most, -(-real // step) * step), step, most, input_ids.shape[1])
+
+
+_OF_HEADS = ("labels", "start_positions", "end_positions", "next_sentence_label")  # arguments that no encoder is given
 _GRAPHS: weakref.WeakKeyDictionary[torch.nn.Module, Graphs] = weakref.WeakKeyDictionary()  # not copied, not pickled
+
+
+def _steady(x: Any) -> Any:
+    """Without what differs from batch to batch and no kernel reads."""
+    return x.steady() if isinstance(x, Packing) else x

@@ -101,6 +101,11 @@ def _is_masked_lm(module: torch.nn.Module) -> bool:
     return isinstance(module, PreTrainedModel) and has_head(module, MASKED)
 
 
+def waits_for_predicted(module: torch.nn.Module) -> bool:
+    """Whether this head, on a GPU, waits in each step to learn how many tokens it has to predict."""
+    return any(isinstance(wrap, _PredictedOnly) and wrap.capacity is None for wrap in overrides(module))
+
+
 def _why_not(model: PreTrainedModel) -> str | None:
     if any(isinstance(wrap, _PredictedOnly) for wrap in overrides(model)):
         return "its head works on predicted tokens only already"

@@ -557,7 +557,7 @@ def test_a_measured_run_is_looked_at_kernel_by_kernel() -> None:
     sizes = "{num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 1, intermediate_size: 64, vocab_size: 128}"
     task = "{name: dummy, max_length: 32, mean_length: 20, length_std: 4, train_samples: 48}"
     changes = [f"task={task}", "model.pretrained=false", f"model.config={sizes}", "batch_size=8", "evaluate=false"]
-    recipe = load_recipe("finetune/fastest_graphs", [*changes, "duration=6ba", "schedule.warmup=1ba", "workers=1"])
+    recipe = load_recipe("finetune/fastest", [*changes, "duration=6ba", "schedule.warmup=1ba", "workers=1"])
     result = run(recipe, inspect=True)
     assert result.status == "ok", result.reason
     evidence = result.evidence["cuda_graphs"]
@@ -629,7 +629,7 @@ def test_its_memory_is_predicted() -> None:
     """What backward reads stays between steps, while another shape runs kernel by kernel beside it."""
     sizes = "{num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 1, intermediate_size: 64, vocab_size: 128}"
     changes = ["task={name: dummy, max_length: 32}", "model.pretrained=false", f"model.config={sizes}", "batch_size=8"]
-    found = predict(load_recipe("finetune/fastest_graphs", changes))
-    without = predict(load_recipe("finetune/fastest_graphs", [*changes, "speedups.cuda_graphs=null"]))
+    found = predict(load_recipe("finetune/fastest", changes))
+    without = predict(load_recipe("finetune/fastest", [*changes, "speedups.cuda_graphs=null"]))
     assert found.activations == without.activations > 0
     assert found.peak == without.peak + without.activations

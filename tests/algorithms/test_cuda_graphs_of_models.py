@@ -1,0 +1,239 @@
+"""`CUDAGraphs(scope="model")`: from the ids to the loss, for totals of tokens that are fixed beforehand."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from composer.models import HuggingFaceModel
+from test_cuda_graphs import FAMILIES, HEADS, LENGTH, ROWS, assert_close, batch_of, graphs_of, model_of, packed, train
+
+from composer_speedups import (
+    CUDAGraphs,
+    MaskedTokenHead,
+    Unpadding,
+    apply_cuda_graphs,
+    apply_masked_token_head,
+    apply_unpadding,
+)
+from composer_speedups.errors import ConflictError
+from composer_speedups.fixed_total import FixedTotal, fixed_total, total_fixed
+from composer_speedups.graphs import Total
+from composer_speedups.packing import Packing
+
+NULL = "NULL_GPU" in os.environ
+
+
+def test_where_tokens_are_is_the_same_on_the_device() -> None:
+    """For all totals that serve a batch: the real tokens in order, and no token that is in no sequence."""
+    draw = torch.Generator().manual_seed(0)
+    for seed in range(200):
+        rows, length = int(torch.randint(1, 9, (), generator=draw)), int(torch.randint(1, 40, (), generator=draw))
+        share = float(torch.rand((), generator=draw))
+        mask = (torch.rand(rows, length, generator=draw) < share).long()
+        mask[:, 0] = 1
+        step = int(torch.randint(1, 70, (), generator=draw))
+        real, most = int(mask.sum()), mask.numel()
+        wanted = Total(min(most, -(-real // step) * step), step, most, length)
+        for tokens in range(wanted.tokens, most + 1):
+            total = wanted._replace(tokens=tokens)
+            if not total.serves(wanted.tokens) and total != wanted.enlarged():
+                continue
+            found = Packing.on_device(mask, total.fixed())
+            exact = Packing.of(mask, mask.sum(1).tolist())
+            ends = found.lengths.cumulative
+            assert (int(ends[-1]), len(found.indices)) == (tokens, tokens), (seed, wanted, tokens)
+            assert int((ends[1:] - ends[:-1]).max()) <= length == found.lengths.longest
+            assert len(found.lengths.host) == len(ends) - 1
+            assert ends[: rows + 1].tolist() == exact.lengths.cumulative.tolist()
+            assert len(set(found.indices.tolist())) == tokens
+            x = torch.randn(rows, length, 2, generator=draw)
+            assert found.pack(x)[:real].equal(exact.pack(x))
+            assert found.pad(found.pack(x)).equal(exact.pad(exact.pack(x)))
+            assert found.first(found.pack(x)).equal(x[:, 0])
+
+
+def test_padding_gets_no_gradient() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    packing = Packing.on_device(mask, FixedTotal(6, 4))
+    x = torch.ones(6, 2, requires_grad=True)
+    packing.pad(x).sum().backward()
+    assert x.grad.sum(1).tolist() == [2, 2, 2, 0, 0, 0]
+
+
+def test_a_total_is_fixed_in_one_place_only() -> None:
+    with total_fixed(FixedTotal(3, 1)):
+        with pytest.raises(ZeroDivisionError), total_fixed(None):
+            assert fixed_total() is None
+            _ = 1 / 0
+        assert fixed_total() == FixedTotal(3, 1)
+    assert fixed_total() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", [*FAMILIES, "ModernBert"])
+def test_trains_as_the_stock_model_in_float64(family: str, head: str) -> None:
+    stock = model_of(family, head).double()
+    model = packed(copy.deepcopy(stock).cuda()) if family != "ModernBert" else copy.deepcopy(stock).cuda()
+    apply_unpadding(model)
+    assert apply_cuda_graphs(model, scope="model") == 1
+    assert apply_cuda_graphs(model, scope="model") == 0
+    assert_close(train(model, head, "cuda"), train(stock, head, "cpu"), 1e-5)
+    assert list(model.state_dict()) == list(stock.state_dict())
+    graphs = graphs_of(model)
+    assert graphs.replayed >= 3 and graphs.launched + graphs.replayed == 5, graphs.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_gradients_are_those_without(dtype: torch.dtype | None, microbatches: int, set_to_none: bool) -> None:
+    how = {"device": "cuda", "dtype": dtype, "microbatches": microbatches, "set_to_none": set_to_none}
+    model, other = packed(model_of().cuda()), packed(model_of().cuda())
+    apply_cuda_graphs(model, scope="model")
+    found, wanted = (train(m, "SequenceClassification", **how) for m in (model, other))
+    assert_close(found, wanted, 1e-4 if dtype is None else 2e-2)
+    assert graphs_of(model).replayed >= 5 * microbatches - 2
+
+
+@pytest.mark.gpu
+def test_predicted_tokens_with_a_capacity() -> None:
+    def losses(graphs: bool) -> list[torch.Tensor]:
+        model = model_of(head="MaskedLM").cuda()
+        apply_unpadding(model)
+        apply_masked_token_head(model, capacity=1.0)
+        assert not graphs or apply_cuda_graphs(model, scope="model")
+        found = train(model, "MaskedLM", "cuda")
+        assert not graphs or graphs_of(model).replayed >= 3
+        return found
+
+    assert_close(losses(True), losses(False), 1e-4)
+
+
+@pytest.mark.gpu
+def test_dropout_draws_new_masks() -> None:
+    model = packed(model_of(dropout=0.3).cuda())
+    apply_cuda_graphs(model, scope="model")
+    batch = {k: x.cuda() for k, x in batch_of(1).items()}
+    losses = []
+    for _ in range(6):
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert graphs_of(model).replayed == 5
+    assert len(set(losses)) == 6
+
+
+@pytest.mark.gpu
+def test_a_larger_total_serves_until_a_shape_comes_again() -> None:
+    model = packed(model_of().cuda(), multiple_of=4)
+    apply_cuda_graphs(model, scope="model", limit=2)
+
+    def step(real: int) -> tuple[int, int, int]:
+        ids = torch.ones(ROWS, LENGTH, dtype=torch.long)
+        mask = (torch.arange(ROWS * LENGTH) < real - ROWS + 1).long().view(ROWS, LENGTH)
+        mask[:, 0] = 1
+        mask.view(-1)[: real - int(mask[:, 0].sum())] = 1
+        real = int(mask.sum())
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(ROWS, dtype=torch.long)}
+        model(**{k: x.cuda() for k, x in batch.items()}).loss.backward()
+        model.zero_grad()
+        graphs = graphs_of(model)
+        return graphs.recorded, graphs.replayed, graphs.launched
+
+    assert step(80) == (0, 0, 1)
+    assert step(80) == (1, 1, 1), "with room for more: 88 tokens"
+    assert step(80) == (2, 2, 1), "and now its own"
+    assert step(84) == (2, 3, 1), "in 88"
+    assert step(84) == (2, 4, 1), "at the limit, still"
+    assert step(40) == (2, 4, 2), "of which 80 would be twice as many"
+    totals = sorted(total.tokens for (_, total), known in graphs_of(model)._known.items() if known is not None)
+    assert len(totals) == 2 and totals[0] < totals[1] <= totals[0] * 9 // 8
+
+
+@pytest.mark.gpu
+def test_gradients_of_logits_beside_the_loss_are_refused() -> None:
+    model = packed(model_of().cuda())
+    apply_cuda_graphs(model, scope="model")
+    batch = {k: x.cuda() for k, x in batch_of(1).items()}
+    for _ in range(2):
+        model(**batch).loss.backward()
+    out = model(**batch)
+    with pytest.raises(RuntimeError, match=r"those of its other outputs .* Use scope='layers'"):
+        (out.loss + out.logits.sum()).backward()
+    del out
+    model(**batch).loss.backward()
+
+
+@pytest.mark.gpu
+def test_without_labels_logits_have_gradients() -> None:
+    """As label smoothing and distillation compute losses of their own."""
+
+    def gradients(graphs: bool) -> list[torch.Tensor]:
+        model = packed(model_of().cuda())
+        assert not graphs or apply_cuda_graphs(model, scope="model")
+        batch = {k: x.cuda() for k, x in batch_of(1).items() if k != "labels"}
+        for _ in range(3):
+            model.zero_grad()
+            model(**batch).logits.square().sum().backward()
+        assert not graphs or graphs_of(model).replayed == 2
+        return [p.grad.double().cpu() for p in model.parameters()]
+
+    assert_close(gradients(True), gradients(False), 1e-4)
+
+
+@pytest.mark.gpu
+def test_calls_that_no_graph_knows_run_kernel_by_kernel() -> None:
+    model = packed(model_of().cuda())
+    apply_cuda_graphs(model, scope="model")
+    batch = {k: x.cuda() for k, x in batch_of(1).items()}
+    exact = model(**batch, output_hidden_states=True)
+    for _ in range(3):
+        again = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
+        assert torch.allclose(again.loss, exact.loss, rtol=1e-4)
+        whole = model(**batch, output_hidden_states=True)
+        assert len(whole.hidden_states) == len(exact.hidden_states)
+        whole.loss.backward()
+    assert graphs_of(model).replayed == 0
+
+
+@pytest.mark.gpu
+def test_in_a_trainer(make_trainer) -> None:
+    from small import BatchDataset
+
+    losses = []
+    for graphs in ([], [CUDAGraphs(scope="model")]):
+        loader = torch.utils.data.DataLoader(BatchDataset(16), batch_size=8)
+        options = {"device": "gpu", "precision": "fp32", "eval_dataloader": loader, "max_duration": "2ep"}
+        trainer = make_trainer([*graphs, Unpadding()], HuggingFaceModel(model_of()), **options)
+        trainer.fit()
+        losses.append(float(trainer.state.total_loss_dict["loss/train/total"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    evidence = graphs[0].evidence
+    assert evidence["changed"] == 1 and evidence["replayed"] >= 6 and evidence["launched"] <= 2
+
+
+def test_needs_an_unpadded_model(make_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CUDAGraphs, "unavailable", lambda self, device: None)
+    with pytest.warns(NoEffectWarning, match="no unpadded model of bert.*Use scope='layers'"):
+        make_trainer([CUDAGraphs(scope="model")], HuggingFaceModel(model_of()))
+
+
+def test_a_head_that_waits_is_refused(make_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CUDAGraphs, "unavailable", lambda self, device: None)
+    model = HuggingFaceModel(model_of(head="MaskedLM"), metrics=[])
+    with pytest.raises(ConflictError, match="Give it a capacity"):
+        make_trainer([Unpadding(), MaskedTokenHead(), CUDAGraphs(scope="model")], model)
+    model = HuggingFaceModel(model_of(head="MaskedLM"), metrics=[])
+    make_trainer([Unpadding(), MaskedTokenHead(capacity=0.2), CUDAGraphs(scope="model")], model)
+
+
+@pytest.mark.parametrize("scope", ["encoder", None, 3])
+def test_wrong_scopes_are_refused(scope) -> None:
+    with pytest.raises((TypeError, ValueError), match="scope"):
+        CUDAGraphs(scope=scope)
