@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from composer_speedups.cast_together import cast_together, linear_weights
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.fixed_total import FixedTotal, total_fixed
 from composer_speedups.recording import Memory, Recorded
@@ -196,8 +197,11 @@ class Graphs:
 
         def function(inputs, standing_in) -> tuple[list[torch.Tensor], int]:
             nonlocal template
-            replaced = _replaced(modules, dict(zip(map(id, parameters), standing_in, strict=True)))
-            with replaced, torch.autocast("cuda", **low):
+            by = dict(zip(map(id, parameters), standing_in, strict=True))
+            if weights:
+                cast = cast_together([by[id(w)] for w in weights], low["dtype"])
+                by |= dict(zip(map(id, weights), cast, strict=True))
+            with _replaced(modules, by), torch.autocast("cuda", **low):
                 returned = call(inputs)
             torch.clear_autocast_cache()  # what was cast here is in this graph
             template = pytree.tree_map(lambda y: _OUTPUT if isinstance(y, torch.Tensor) else y, returned)
@@ -205,6 +209,7 @@ class Graphs:
             # A model with labels is trained by its loss, the first of what it returns; hidden states by all.
             return outputs, 1 if isinstance(getattr(returned, "loss", None), torch.Tensor) else len(outputs)
 
+        weights = linear_weights(modules) if low["enabled"] else []
         torch.clear_autocast_cache()
         handled = sys.exception()
         try:

@@ -1,0 +1,57 @@
+"""The weights of all linear layers in lower precision, by one kernel each way: for a forward pass under autocast.
+
+Autocast casts each weight when it is used, and its gradient when that is there: of BERT-base 150 kernels, most so small
+that they take ten times as long as their bytes. The same numbers: weights are rounded once, gradients widened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["cast_together", "linear_weights"]
+
+
+def linear_weights(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The float32 weights of linear layers among `modules`, without those that other modules use, too.
+
+    >>> tied = torch.nn.Linear(2, 3)
+    >>> table = torch.nn.Embedding(3, 2)
+    >>> table.weight = tied.weight
+    >>> len(linear_weights([tied, table])), len(linear_weights([tied]))
+    (0, 1)
+    """
+    # Of subclasses nobody knows what they do with it.
+    linear = {id(m.weight): m.weight for m in modules if type(m) is torch.nn.Linear}
+    others = {id(p) for m in modules if type(m) is not torch.nn.Linear for p in m._parameters.values()}
+    return [w for w in linear.values() if id(w) not in others and w.dtype == torch.float32]
+
+
+def cast_together(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """`weights`, cast; gradients flow back to them.
+
+    >>> [x.dtype for x in cast_together([torch.ones(2), torch.ones(3)], torch.bfloat16)]
+    [torch.bfloat16, torch.bfloat16]
+    """
+    return _Cast.apply(dtype, *weights)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, dtype: torch.dtype, *weights: torch.Tensor):
+        cast = [torch.empty_like(w, dtype=dtype) for w in weights]
+        torch._foreach_copy_(cast, list(weights))
+        ctx.set_materialize_grads(False)  # of a layer that was not called there is none
+        ctx.mark_non_differentiable(*(c for c, w in zip(cast, weights, strict=True) if not w.requires_grad))
+        return tuple(cast)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients: torch.Tensor):
+        there = [g for g in gradients if g is not None]
+        widened = [torch.empty_like(g, dtype=torch.float32) for g in there]
+        if there:
+            torch._foreach_copy_(widened, there)
+        found = iter(widened)
+        return None, *(None if g is None else next(found) for g in gradients)
