@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="of all together (default: 8)")
-    parser.add_argument("--batches", type=int, default=60 if hardware() == "cuda" else 2, help="that count")
+    parser.add_argument("--batches", type=int, default=150 if hardware() == "cuda" else 2, help="that count")
     parser.add_argument("--workers", type=int, default=10, help="processes for the tests (default: 10)")
     parser.add_argument(
         "--parts", nargs="+", choices=(*PARTS, "launches"), default=PARTS, help="to do (default: all but launches)"
@@ -160,7 +160,8 @@ def _test(log: Path, workers: int, limit: float) -> bool:
         "benchmarks.told_at_once",
         f"--timeout={_HANGS}",
         "--timeout-method=thread",
-        "-v",  # a line a test, at once: where the time runs out, these lines tell what passed until then
+        # A line a test, at once (and against a -q): where the time runs out, they tell what passed until then.
+        "-vv",
         "-rs",
         "--durations=20",
         "--color=no",

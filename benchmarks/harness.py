@@ -63,13 +63,23 @@ Rows = list[dict[str, Any]]
 class Entry:
     """One thing that is measured: a contender of `contenders.py`, doing what a recipe says.
 
-    `overrides` are a recipe's, as on the command line; `arguments` are the contender's own.
+    `overrides` are a recipe's, as on the command line; `arguments` are the contender's own. At most `batches` count,
+    where steps are so slow that a few of them tell as much.
     """
 
     contender: str
     recipe: str
     overrides: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    batches: int | None = None
+
+    def counted(self, batches: int) -> int:
+        """How many of its batches count, where `batches` of the others do."""
+        return batches if self.batches is None else min(self.batches, batches)
+
+    def steps(self, batches: int) -> int:
+        """With those to warm up."""
+        return self.counted(batches) + max(2, self.counted(batches) // 2)
 
 
 class Part(Protocol):
@@ -192,7 +202,7 @@ def interleaved(
         entries: by their names in the table.
         folder: where `rows.jsonl` grows.
         repetitions: how often each is run.
-        batches: that count. Half as many, at least two, warm up before them.
+        batches: that count, or fewer where an entry says so. Half as many, at least two, warm up before them.
         deadline: on the clock of `time.monotonic`: no run is begun after it, one that has begun is stopped `GRACE`
             seconds later, and what has run is what there is.
         first: the number of the first repetition, where a benchmark does each by itself.
@@ -205,8 +215,7 @@ def interleaved(
     """
     # A run's interpreter does not look into the current folder.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.getenv("PYTHONPATH")]))
-    steps = batches + max(2, batches // 2)
-    recipes = {name: _large_enough(entry, steps) for name, entry in entries.items()}
+    recipes = {name: _large_enough(entry, entry.steps(batches)) for name, entry in entries.items()}
     if not first:
         _write_entries(entries, recipes, folder)
     rows, names = [], list(entries)
@@ -217,22 +226,23 @@ def interleaved(
             if left <= 0:
                 print(f"out of time after {len(rows)} of {len(names) * repetitions} runs", file=sys.stderr)
                 return rows
-            recipe = recipes[name]
+            entry, recipe = entries[name], recipes[name]
+            steps, counted = entry.steps(batches), entry.counted(batches)
             payload = {
-                "contender": entries[name].contender,
+                "contender": entry.contender,
                 "recipe": recipe.to_dict(),
                 "steps": steps,
-                "counted": batches,
+                "counted": counted,
                 "seed": 17 + repetition,
-                "arguments": dict(entries[name].arguments),
+                "arguments": dict(entry.arguments),
             }
             outcome = isolation.run(payload, timeout=min(limit, left + GRACE))
             made = len((outcome.value or {}).get("seconds") or [])
-            if outcome.status == "ok" and made < batches:
+            if outcome.status == "ok" and made < counted:
                 outcome = replace(outcome, status="failed", reason=f"only {made} of {steps} steps were made")
             row = {"entry": name, "repetition": repetition, "status": outcome.status, "reason": outcome.reason}
             row |= {"overlapped": not outcome.alone, "waited": outcome.waited, **(outcome.value or {})}
-            row |= _speeds(row, recipe.batch_size, batches)
+            row |= {"counted": counted} | _speeds(row, recipe.batch_size, counted)
             rows.append(row)
             with (folder / "rows.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -40,6 +40,7 @@ _LENGTHS = "name: dummy, mean_length: 230, length_std: 90, max_length: 256"
 _FINETUNE = (f"task={{{_LENGTHS}}}", *_CUDA)
 _MLM = (f"task={{{_LENGTHS}, objective: mlm}}", *_CUDA)
 _PEER = (*_FINETUNE, "model.attn_implementation=sdpa")
+_FEW = 20  # batches, of a fifth of a second each, or whose memory is what is asked for
 _PEAK = 60  # seconds that measuring it may take
 _MEMORY = ("batch_size=4", "model.pretrained=false")
 
@@ -78,7 +79,7 @@ ENTRIES = {
         "bare loop with the kernels of cpu/fastest_fp32": Entry("bare_loop", "cpu/fastest_fp32"),
     },
     "cuda": {
-        "ours: finetune/fp32 (TF32 off)": Entry("ours", "finetune/fp32", _FINETUNE),
+        "ours: finetune/fp32 (TF32 off)": Entry("ours", "finetune/fp32", _FINETUNE, batches=_FEW),
         "ours: finetune/fastest": Entry("ours", "finetune/fastest", _FINETUNE),
         "Hugging Face Trainer, as most use it (fp16 AMP)": Entry("huggingface_amp", "finetune/fp32", _PEER),
         "Hugging Face Trainer, best (bf16, fused AdamW, group by length)": Entry(
@@ -86,8 +87,8 @@ ENTRIES = {
         ),
         "ours: mlm/amp": Entry("ours", "mlm/amp", _MLM),
         "ours: mlm/fastest": Entry("ours", "mlm/fastest", _MLM),
-        "ours: memory/fp32 (BERT-large)": Entry("ours", "memory/fp32", _MEMORY),
-        "ours: memory/leanest (BERT-large)": Entry("ours", "memory/leanest", _MEMORY),
+        "ours: memory/fp32 (BERT-large)": Entry("ours", "memory/fp32", _MEMORY, batches=_FEW),
+        "ours: memory/leanest (BERT-large)": Entry("ours", "memory/leanest", _MEMORY, batches=_FEW),
         # They take longest where nothing is in the caches.
         "Hugging Face Trainer, best, compiled": Entry(
             "huggingface_best", "finetune/fp32", _PEER, {"torch_compile": True}
@@ -202,6 +203,8 @@ def table(folder: Path) -> str:
         f"{precision} matmul peak measured here, {f'{peak / 1e12:.3g} TFLOP/s' if peak else 'which failed'}. Memory: "
         "the peak of the process or of the GPU's allocator."
     )
+    if fewer := {row["entry"]: row["counted"] for row in rows if row.get("counted", batches) < batches}:
+        heading += f" Of {' and '.join(fewer)} {min(fewer.values())} batches count."
     if urgent := found.conditions.get("urgent"):
         heading += f" The first {urgent} lines have {found.conditions['early']} repetitions before the others begin."
     if found.conditions.get("cache"):

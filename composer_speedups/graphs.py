@@ -59,11 +59,11 @@ class Total(NamedTuple):
 
     def enlarged(self) -> Total:
         """What is recorded first: with room for those that come after it, which use its memory."""
-        return self._replace(tokens=min(self.most, -(-(self.tokens + self.tokens // 16) // self.step) * self.step))
+        return self._replace(tokens=min(self.most, -(-(self.tokens + self.tokens // 6) // self.step) * self.step))
 
     def fixed(self) -> FixedTotal:
-        """For all that this total serves: what is at least eight ninths of it, and what it was enlarged from."""
-        return FixedTotal(self.tokens, min(self.most, self.tokens // 9 + 2 * self.step))
+        """For all that this total serves, and for what it was enlarged from, which is less."""
+        return FixedTotal(self.tokens, min(self.most, self.tokens // 7 + 2 * self.step))
 
     def serves(self, smaller: int) -> bool:
         return smaller <= self.tokens <= smaller + smaller // 8

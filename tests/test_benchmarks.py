@@ -859,3 +859,32 @@ def test_kernels_run_and_leave_no_gradients(monkeypatch: pytest.MonkeyPatch) -> 
         assert kernel.bytes or kernel.flops
     assert not left
     assert len(made) >= 10
+
+
+def test_of_slow_entries_fewer_batches_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = harness.Entry("ours", "cpu/fp32", batches=20)
+    fast = harness.Entry("ours", "cpu/fp32")
+    assert [(entry.counted(150), entry.steps(150)) for entry in (slow, fast)] == [(20, 30), (150, 225)]
+    assert [(entry.counted(3), entry.steps(3)) for entry in (slow, fast)] == [(3, 5), (3, 5)]
+    asked: list[dict[str, Any]] = []
+
+    class Isolation:
+        note = ""
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def __enter__(self) -> Isolation:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def run(self, payload: dict[str, Any], timeout: float) -> Any:
+            asked.append(payload)
+            work = [1.0] * payload["steps"]
+            value = {"seconds": work, "tokens": work, "flops": work}
+            return SimpleNamespace(status="ok", reason="", value=value, alone=True, waited=0.0, log="")
+
+    monkeypatch.setattr(harness, "Isolation", Isolation)
+    rows = harness.interleaved({"slow": slow, "fast": fast}, tmp_path, repetitions=1, batches=40)
+    assert [(payload["steps"], payload["counted"]) for payload in asked] == [(30, 20), (60, 40)]
+    assert [(row["counted"], row["real_tokens_per_second"]) for row in rows] == [(20, 1.0), (40, 1.0)]
