@@ -1,7 +1,7 @@
 """Is a recipe's quality that of a baseline in another study? For baselines whose trainings take hours.
 
     python -m benchmarks.quality benchmarks/results/2026-11-23_cpu_quality_256_ten_seeds my_study
-    python -m benchmarks.quality BASELINE MEASURED --confidence 0.975
+    python -m benchmarks.quality BASELINE MEASURED ANOTHER --confidence 0.975
 
 Folders hold the `runs.sqlite` of `composer-speedups ablate`. The first recipe of BASELINE is compared with each of
 MEASURED, seed by seed, as a study does it: worse by less than the margins, with that confidence? Speeds are not: the
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ Trained = dict[str, Any]  # what was trained on what, by its key in a recipe
 _FOR_SPEED = {"model.attn_implementation", "task.padding", "task.pad_to_multiple_of"}  # they change no sample
 
 
-def compare(baseline: Path, measured: Path, confidence: float = QUALITY_CONFIDENCE) -> str:
-    """A table of medians and bounds, and the verdict on each recipe."""
+def compare(baseline: Path, measured: Sequence[Path], confidence: float = QUALITY_CONFIDENCE) -> str:
+    """A table of medians and bounds, and the verdict on each recipe: of all its seeds, in whichever folder they are."""
     (reference, (there, expected)), *_ = _results(baseline).items()
     head = [
         "recipe",
@@ -42,7 +43,7 @@ def compare(baseline: Path, measured: Path, confidence: float = QUALITY_CONFIDEN
         "verdict",
     ]
     rows = [head, ["---"] * len(head)]
-    for recipe, (trained, results) in _results(measured).items():
+    for recipe, (trained, results) in _together(measured).items():
         quality = compare_quality(results, expected, confidence=confidence)
         both = sorted(results.keys() & expected.keys())
         if not both:
@@ -57,7 +58,9 @@ def compare(baseline: Path, measured: Path, confidence: float = QUALITY_CONFIDEN
         if len(rows) == 2:
             rows.append([reference, str(len(both)), *_medians(expected, both), "", "", "baseline"])
         bounds = [
-            f"{bound['high']:.4f} ({bound['margin']:.3f})" if (bound := quality.worse_by.get(key)) else "-"
+            f"{bound['high']:.4f} ({bound['margin']:.3f})"
+            if (bound := quality.worse_by.get(key)) and bound["high"] is not None
+            else "-"
             for key in ("eval_accuracy", "final_loss")
         ]
         rows.append([recipe, str(len(both)), *_medians(results, both), *bounds, quality.verdict])
@@ -76,6 +79,19 @@ def _results(folder: Path) -> dict[str, tuple[Trained, Results]]:
                 found[run.recipe][1][run.seed] = run.result
     if not any(results for _, results in found.values()):
         raise UserError(f"{folder} has no run that ended well")
+    return found
+
+
+def _together(folders: Sequence[Path]) -> dict[str, tuple[Trained, Results]]:
+    found: dict[str, tuple[Trained, Results]] = {}
+    for folder in folders:
+        for recipe, (trained, results) in _results(folder).items():
+            before, seeds = found.setdefault(recipe, (trained, {}))
+            if trained != before:
+                raise UserError(f"{recipe} was trained in another way in {folder} than in {folders[0]}")
+            if both := sorted(results.keys() & seeds.keys()):
+                raise UserError(f"{recipe} has the seed {both[0]} twice: also in {folder}")
+            seeds |= results
     return found
 
 
@@ -104,7 +120,7 @@ def _medians(results: Results, seeds: list[int]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("baseline", type=Path, metavar="BASELINE", help="folder of the study with the baseline")
-    parser.add_argument("measured", type=Path, metavar="MEASURED", help="folder of the study with the recipes")
+    parser.add_argument("measured", type=Path, nargs="+", metavar="MEASURED", help="folders of studies of the recipes")
     parser.add_argument(
         "--confidence", type=float, default=QUALITY_CONFIDENCE, help="of not being worse (default: %(default)s)"
     )

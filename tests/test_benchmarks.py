@@ -460,7 +460,18 @@ def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.C
     assert row == "| cpu/fastest | 10 | 0.8647 | 0.1960 | 0.0032 (0.010) | 0.0071 (0.020) | quality holds |"
     assert "0.0016 (0.010) | 0.0153 (0.020) | quality holds |" in fastest(twelve, twelve)
     with pytest.raises(UserError, match="cpu/fp32 has no run with a seed of the baseline: 300, 301"):
-        quality.compare(twelve, ten)
+        quality.compare(twelve, [ten])
+    halves = [tmp_path / "first", tmp_path / "last"]  # a study whose seeds were trained in two places
+    for half, others in zip(halves, (">= 304", "< 304"), strict=True):
+        shutil.copytree(later, half)
+        with closing(sqlite3.connect(half / "runs.sqlite", isolation_level=None)) as db:
+            db.execute(f"DELETE FROM runs WHERE seed {others}")
+            for table in ("steps", "logs"):
+                db.execute(f"DELETE FROM {table} WHERE run NOT IN (SELECT id FROM runs)")
+            db.execute("DELETE FROM study WHERE key = 'digest'")
+    assert fastest(ten, *halves, "--confidence", 0.975) == row
+    with pytest.raises(UserError, match=r"cpu/fastest has the seed 300 twice: also in .*first"):
+        quality.compare(ten, [later, halves[0]])
     with closing(sqlite3.connect(later / "runs.sqlite")) as db:  # with the baseline's seeds
         (text,) = db.execute("SELECT resolved FROM recipes").fetchone()
     for change, says in (
@@ -479,7 +490,7 @@ def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.C
             assert "quality holds" in fastest(ten, later)
             continue
         with pytest.raises(UserError, match=f"cpu/fastest cannot be compared with the baseline, cpu/fp32: its {says}"):
-            quality.compare(ten, later)
+            quality.compare(ten, [later])
     with pytest.raises(UserError, match=r"between 0\.5 and 1"):
         quality.main([str(ten), str(ten), "--confidence", "95"])
     with pytest.raises(UserError, match=r"runs\.sqlite is not there"):
