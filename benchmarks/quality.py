@@ -55,6 +55,7 @@ def compare(baseline: Path, measured: Sequence[Path], confidence: float = QUALIT
                 f"{recipe} cannot be compared with the baseline, {reference}: its {other} is {trained[other]}, "
                 f"and there {there[other]}"
             )
+        _refuse_other_texts(recipe, results, expected)
         if len(rows) == 2:
             rows.append([reference, str(len(both)), *_medians(expected, both), "", "", "baseline"])
         bounds = [
@@ -74,12 +75,29 @@ def _results(folder: Path) -> dict[str, tuple[Trained, Results]]:
         found: dict[str, tuple[Trained, Results]] = {
             name: (_trained(recipe, contents), {}) for name, recipe in store.recipes().items()
         }
+        filled = {name for name, recipe in store.recipes().items() if recipe["task"]["padding"] == "max_length"}
         for run in store.runs():
             if run.status == "ok":
-                found[run.recipe][1][run.seed] = run.result
+                # Of batches with lengths of their own the share tells how they were made.
+                share = run.result.get("padding_share") if run.recipe in filled else None
+                found[run.recipe][1][run.seed] = run.result | {"padding_share": share}
     if not any(results for _, results in found.values()):
         raise UserError(f"{folder} has no run that ended well")
     return found
+
+
+def _refuse_other_texts(recipe: str, results: Results, expected: Results) -> None:
+    """Texts collected from installed packages (the task docstrings) are others under another Python.
+
+    They are kept nowhere; but where all rows are filled up to one length, the share of padding tells.
+    """
+    for seed in sorted(results.keys() & expected.keys()):
+        shares = [x[seed].get("padding_share") for x in (results, expected)]
+        if None not in shares and shares[0] != shares[1]:
+            raise UserError(
+                f"{recipe} was trained on other texts than the baseline: {shares[0]:.4%} of its tokens were padding, "
+                f"and there {shares[1]:.4%}. Train both where the same packages are installed"
+            )
 
 
 def _together(folders: Sequence[Path]) -> dict[str, tuple[Trained, Results]]:

@@ -491,6 +491,12 @@ def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.C
             continue
         with pytest.raises(UserError, match=f"cpu/fastest cannot be compared with the baseline, cpu/fp32: its {says}"):
             quality.compare(ten, [later])
+    elsewhere = ROOT / "benchmarks" / "results" / "2026-11-26_h200_quality_256" / "seeds_300"
+    shutil.copytree(elsewhere, tmp_path / "elsewhere")
+    with pytest.raises(
+        UserError, match=r"finetune/fastest was trained on other texts .*: 39\.3316% of .* 39\.3796%\. "
+    ):
+        quality.compare(ten, [tmp_path / "elsewhere"])
     with pytest.raises(UserError, match=r"between 0\.5 and 1"):
         quality.main([str(ten), str(ten), "--confidence", "95"])
     with pytest.raises(UserError, match=r"runs\.sqlite is not there"):

@@ -200,7 +200,7 @@ def test_a_forward_pass_without_backward_pass_leaves_the_next_one_its_memory() -
     batch = {k: x.cuda() for k, x in batch_of(1).items()}
     for _ in range(4):
         model(**batch)  # as of a loss that was thrown away
-    assert graphs_of(model).replayed == 3
+    assert graphs_of(model).replayed >= (3 if sys.argv[1] == "layers" else 2)
 
 
 @pytest.mark.gpu
@@ -513,7 +513,7 @@ found = []
 for recorded in (False, True):
     model = packed(model_of().cuda())
     if recorded:
-        apply_cuda_graphs(model)
+        apply_cuda_graphs(model, scope=sys.argv[1])
     ranks, seen = DistributedDataParallel(model), []
     optimizer = torch.optim.SGD(ranks.parameters(), lr=0.05)
     for step in range(4):
@@ -525,18 +525,19 @@ for recorded in (False, True):
     found.append(seen)
 worst = max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 assert worst < 1e-4, worst
-assert graphs_of(model).replayed == 3
+assert graphs_of(model).replayed >= (3 if sys.argv[1] == "layers" else 2)
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.gpu
-def test_two_ranks_exchange_their_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scope", cuda_graphs.SCOPES)
+def test_two_ranks_exchange_their_gradients(tmp_path: Path, scope: str) -> None:
     """Each with batches of its own; both on one device, which NCCL would refuse, and gloo does not."""
     (tmp_path / "ranks.py").write_text(RANKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, str(tmp_path / "ranks.py")], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [*command, str(tmp_path / "ranks.py"), scope], cwd=ROOT, capture_output=True, text=True, timeout=120,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
