@@ -283,8 +283,9 @@ def _call_key(around: Hashable, positional: int, names: tuple[str, ...], values,
 def _state(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter]) -> Hashable:
     """What a graph has in it of the layers themselves."""
     weights = tuple([(p.data_ptr(), p.requires_grad, p.dtype) for p in parameters])
+    buffers = tuple([(b.data_ptr(), b.dtype) for m in modules for b in m._buffers.values() if b is not None])
     # By `__dict__`, as a module takes long to say that it has no such attribute.
-    return weights, tuple([(type(m), *[m.__dict__.get(name) for name in _FLAGS]) for m in modules])
+    return weights, buffers, tuple([(type(m), *[m.__dict__.get(name) for name in _FLAGS]) for m in modules])
 
 
 @contextmanager

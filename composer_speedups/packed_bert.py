@@ -38,6 +38,8 @@ def pack_masked_head(encoder: torch.nn.Module, owner: torch.nn.Module | None) ->
 class PackedBert(PackedEncoder):
     """What an encoder of BERT's modules does with a batch that can be packed."""
 
+    packed_takes = ("token_type_ids", "position_ids")
+
     def packed(
         self,
         packing: Packing,

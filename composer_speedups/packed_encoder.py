@@ -42,6 +42,7 @@ class PackedEncoder:
     packed_multiple_of = 64  # packed tokens are filled up to a multiple of this, as far as there is padding
     reads_anywhere = False  # whether the head reads tokens of any place, or each row's first
     packed_for_head = False  # whether the head works on packed tokens
+    packed_takes: tuple[str, ...] = ()  # what else than ids and mask it can pack
     packed_whole_rows = False  # whether a layer counts the tokens between two others, padding among them
 
     @torch.compiler.disable

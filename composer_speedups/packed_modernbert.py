@@ -65,6 +65,8 @@ def turned(attention: torch.nn.Module, rotations: Rotations, *tensors: torch.Ten
 
 
 class _Encoder(PackedEncoder):
+    packed_takes = ("position_ids",)
+
     def forward(self, input_ids=None, attention_mask=None, *args: Any, position_ids=None, **kwargs: Any):
         packing = self.packing_of(input_ids, attention_mask, args, kwargs)
         if packing is None:

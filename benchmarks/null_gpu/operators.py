@@ -70,19 +70,30 @@ def install() -> int:
             if kernel is None and not any(_can(full, key) for key in ("CPU", "CompositeExplicitAutograd")):
                 continue
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")
-            _library.impl(name, _recorded(kernel or _on_cpu(operator)), "CUDA", allow_override=True)
+            _library.impl(name, _recorded(base, kernel or _on_cpu(operator)), "CUDA", allow_override=True)
             count += 1
     return count
+
+
+def _chooses(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
 
 
 def _can(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
-def _recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
+# Their results have a size that the host must wait for, which no graph can.
+_WAITS = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
+_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}  # with masks among the indices, likewise
+
+
+def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """`kernel`, which the replays of a graph that is being captured call again."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if graphs.capturing() and (name in _WAITS or (name in _INDEXED and any(map(_chooses, args[1])))):
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         # Of all tensors only where they are: a graph's memory is given back while the graph lives.
         seen = tree_map(_same, (args, kwargs)) if graphs.capturing() else None
         out = kernel(*args, **kwargs)

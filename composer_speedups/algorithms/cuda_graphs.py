@@ -19,13 +19,15 @@ padding to compute on average; batches padded to their longest want `pad_to_mult
 `limit` ones that came again run kernel by kernel. With `scope="model"`, a total that was not recorded yet is filled up
 to one that was and is up to an eighth larger.
 
-**Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers, or
-with `Unpadding` of ModernBERT's. `scope="model"` needs `Unpadding` and a head of transformers' own, called with
-arguments by name; only its loss has gradients then (asking for those of logits beside it is an error; without labels
-they have theirs), and `MaskedTokenHead` needs a `capacity`. DDP exchanges gradients after the whole backward pass, not
-beside it; not under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes
-that record graphs, or with `GradientCheckpointing`. A hook inside makes all run kernel by kernel, and so do evaluation,
-a second forward pass before the first one's backward pass, and gradients that somebody keeps elsewhere than as a
+**Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers, or with
+`Unpadding` of ModernBERT's. `scope="model"` needs `Unpadding` and a head of transformers' own, called with arguments by
+name; only its loss has gradients then (asking for those of logits beside it is an error; without labels they have
+theirs), and `MaskedTokenHead` needs a `capacity`. Models with modules of your own, with BatchNorm, for multiple choice,
+and ELECTRA's and ModernBERT's that choose tokens by a mask are left alone; numbers that a module of your own, put in
+afterwards, keeps in Python stay what they were. DDP exchanges gradients after the whole backward pass, not beside it;
+not under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes that
+record graphs, or with `GradientCheckpointing`. A hook inside makes all run kernel by kernel, and so do evaluation, a
+second forward pass before the first one's backward pass, and gradients that somebody keeps elsewhere than as a
 parameter's `grad`. Layers that were moved or frozen, or have another dropout rate, are recorded anew, up to twenty
 times. What a forward pass keeps for backward stays allocated between steps, once for all shapes; a shape that is not
 recorded needs as much beside it.
@@ -50,11 +52,11 @@ from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import BERT_LIKE, DISTILBERT, MODERNBERT, layers_of, stack_of
 from composer_speedups.first_request import asked_for_first
-from composer_speedups.graphs import Graphs, Total, all_modules
-from composer_speedups.packed_encoder import PackedEncoder
+from composer_speedups.graphed_model import can_be_whole, read_on_host, total_of
+from composer_speedups.graphs import Graphs, all_modules
 from composer_speedups.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import having, mix_in, stock_forward
+from composer_speedups.surgery import having, mix_in
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
@@ -80,11 +82,12 @@ def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8, scope: str = "laye
     check_count("limit", limit)
     check_choice("scope", scope, SCOPES)
     if scope == "model":
-        found = [m for m in model.modules() if _unpadded(m) and not isinstance(m, _Graphed)]
+        found = [m for m in model.modules() if can_be_whole(m) and not having(m, _Graphed)]
     else:
         encoders = [m for m in model.modules() if _family(m) in _FAMILIES]
         stacks = dict.fromkeys(stack_of(encoder) for encoder in encoders)
-        found = [stack for stack in stacks if stack is not None and not isinstance(stack, _Graphed)]
+        whole = {id(m) for graphed in model.modules() if isinstance(graphed, _Whole) for m in graphed.modules()}
+        found = [s for s in stacks if s is not None and not isinstance(s, _Graphed) and id(s) not in whole]
         found = [stack for stack in found if _family(stack) not in MODERNBERT or hasattr(stack, "run_layers")]
     for module in found:
         module.graphs_limit = limit
@@ -160,13 +163,6 @@ def _family(module: torch.nn.Module) -> str | None:
     return getattr(getattr(module, "config", None), "model_type", None)
 
 
-def _unpadded(model: torch.nn.Module) -> bool:
-    """Whether `model` is an unpadded encoder and a head, so that its tokens' total is all that the host must know."""
-    encoder = getattr(model, "base_model", None)
-    unpadded = isinstance(encoder, PackedEncoder) and encoder is not model
-    return unpadded and _family(encoder) in _FAMILIES and stock_forward(model)
-
-
 class _Graphed:
     """Mixed into the module that runs the layers, or the whole model."""
 
@@ -217,27 +213,19 @@ class _Whole(_Graphed):
 
     def forward(self, *args: Any, **kwargs: Any):
         graphs = self._graphs()
-        total = None if graphs is None or args else self._total(**kwargs)
-        if total is None:
+        if graphs is None:
             return super().forward(*args, **kwargs)
-        around = type(self.base_model), *self._asked()
-        return graphs(all_modules(self), super().forward, (), kwargs, self.graphs_limit, tuple(around), total)
-
-    def _total(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, **others: Any):
-        """How many tokens its encoder will pack; None if it packs none, or is given what no graph knows."""
-        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
-            return None
-        of_head = {name for name in others if name in _OF_HEADS}
-        asked = {name: value for name, value in others.items() if name not in of_head}
-        found = self.base_model.counted(input_ids, attention_mask, (), asked)
-        if found is None:
-            return None
-        step, most = self.base_model.packed_multiple_of, input_ids.numel()
-        real = sum(map(abs, found[1]))
-        return Total(min(most, -(-real // step) * step), step, most, input_ids.shape[1])
+        total = None if args else total_of(self.base_model, **kwargs)
+        if total is None:
+            graphs.launched += 1
+            graphs.reason = "not called with ids and mask by name, or its batches cannot be packed"
+            return super().forward(*args, **kwargs)
+        if isinstance(number := kwargs.get(_UNREAD), int):  # which a loss reads, and it always differs
+            kwargs[_UNREAD] = torch.tensor(number, device=kwargs["input_ids"].device)
+        around = read_on_host(self, kwargs.get("labels"))
+        return graphs(all_modules(self), super().forward, (), kwargs, self.graphs_limit, around, total)
 
 
-_OF_HEADS = ("labels", "start_positions", "end_positions", "next_sentence_label")  # arguments that no encoder is given
 _GRAPHS: weakref.WeakKeyDictionary[torch.nn.Module, Graphs] = weakref.WeakKeyDictionary()  # not copied, not pickled
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -199,7 +201,8 @@ def test_calls_that_no_graph_knows_run_kernel_by_kernel() -> None:
         whole = model(**batch, output_hidden_states=True)
         assert len(whole.hidden_states) == len(exact.hidden_states)
         whole.loss.backward()
-    assert graphs_of(model).replayed == 0
+    graphs = graphs_of(model)
+    assert (graphs.replayed, graphs.launched) == (0, 7) and graphs.reason.startswith("not called with ids")
 
 
 @pytest.mark.gpu
@@ -237,3 +240,158 @@ def test_a_head_that_waits_is_refused(make_trainer, monkeypatch: pytest.MonkeyPa
 def test_wrong_scopes_are_refused(scope) -> None:
     with pytest.raises((TypeError, ValueError), match="scope"):
         CUDAGraphs(scope=scope)
+
+
+def losses_with(model: torch.nn.Module, change, steps: int = 3, **more: object) -> list[torch.Tensor]:
+    """Of a batch, before and after `change(model)`, with every gradient of the last one."""
+    batch = {k: x.cuda() for k, x in batch_of(1, more.pop("head", "SequenceClassification")).items()} | more
+    found = []
+    for step in range(2 * steps):
+        if step == steps:
+            change(model)
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        found.append(loss.detach().double().cpu())
+    return found + [p.grad.double().cpu() for p in model.parameters() if p.grad is not None]
+
+
+def half_as_much(model: torch.nn.Module) -> None:
+    stock = model.loss_function
+    model.loss_function = lambda *args, **kwargs: stock(*args, **kwargs) / 2
+
+
+def other_positions(model: torch.nn.Module) -> None:
+    embeddings = model.base_model.embeddings
+    embeddings.position_ids = embeddings.position_ids.flip(1).contiguous()
+
+
+CHANGES_BETWEEN = {
+    "the loss": ("ModernBert", "MaskedLM", half_as_much),
+    "the problem": (
+        "Bert",
+        "SequenceClassification",
+        lambda model: setattr(model.config, "problem_type", "multi_label_classification"),
+    ),
+    "pooling": ("ModernBert", "SequenceClassification", lambda m: setattr(m.config, "classifier_pooling", "mean")),
+    "a buffer": ("Bert", "SequenceClassification", other_positions),
+    "a DistilBERT's buffer": ("DistilBert", "SequenceClassification", other_positions),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", CHANGES_BETWEEN)
+def test_what_is_read_on_the_host_is_looked_at(change: str) -> None:
+    family, head, changed = CHANGES_BETWEEN[change]
+
+    def found(graphs: bool) -> list[torch.Tensor]:
+        model = model_of(family, head).cuda()
+        apply_unpadding(model)
+        assert not graphs or apply_cuda_graphs(model, scope="model")
+        more: dict[str, object] = {"head": head}
+        if change == "the problem":  # of labels that may be either
+            more["labels"] = torch.eye(3).repeat(2, 1).cuda()
+            model.config.problem_type = "regression"
+        results = losses_with(model, changed, **more)
+        assert not graphs or graphs_of(model).replayed >= 3
+        return results
+
+    wanted = found(False)
+    assert (wanted[2] - wanted[3]).abs() > 1e-3 * wanted[2].abs(), "the change must be seen"
+    assert_close(found(True), wanted, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [*FAMILIES, "ModernBert"])
+def test_positions_of_ones_own(family: str) -> None:
+    def found(graphs: bool) -> list[torch.Tensor]:
+        model = model_of(family).cuda()
+        apply_unpadding(model)
+        assert not graphs or apply_cuda_graphs(model, scope="model")
+        positions = torch.arange(LENGTH - 1, -1, -1).expand(ROWS, -1).contiguous().cuda()
+        return losses_with(model, lambda _: None, position_ids=positions)
+
+    assert_close(found(True), found(False), 1e-5)
+
+
+@pytest.mark.gpu
+def test_a_number_of_items_that_always_differs_is_no_shape_of_its_own() -> None:
+    def found(graphs: bool) -> list[torch.Tensor]:
+        model = model_of("ModernBert", "MaskedLM").cuda()
+        apply_unpadding(model)
+        assert not graphs or apply_cuda_graphs(model, scope="model")
+        batch = {k: x.cuda() for k, x in batch_of(1, "MaskedLM").items()}
+        losses = []
+        for number in (10, 20, 30, 40):
+            loss = model(**batch, num_items_in_batch=number).loss
+            loss.backward()
+            losses.append(loss.detach().double().cpu())
+        assert not graphs or graphs_of(model).replayed == 3
+        return losses
+
+    wanted = found(False)
+    assert wanted[0] / wanted[1] == pytest.approx(2)
+    assert_close(found(True), wanted, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", ["x[chosen]", "x.nonzero()", "x.masked_select(chosen)"])
+def test_no_graph_can_wait_to_learn_how_many_there_are(waits: str) -> None:
+    """Nor on the GPU that is not there: why heads that choose tokens by a mask are left alone."""
+    code = f"""
+import torch
+x, chosen = torch.ones(3, device="cuda"), torch.ones(3, dtype=torch.bool, device="cuda")
+{waits}
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        {waits}
+except RuntimeError as error:
+    print("refused:", error, flush=True)
+import os
+os._exit(0)  # a process that has tried may not be able to end otherwise
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "refused: " in done.stdout and "captur" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
+class Scaled(torch.nn.Linear):
+    """With a number that Python keeps."""
+
+    scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def heads_that_are_left_alone() -> dict[str, torch.nn.Module]:
+    from transformers import BertForMultipleChoice, ElectraForPreTraining
+
+    own, statistics = model_of(), model_of()
+    own.classifier = Scaled(own.classifier.in_features, 3)
+    statistics.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(own.classifier.in_features), statistics.classifier)
+    sparse = model_of("ModernBert", "MaskedLM")
+    sparse.sparse_prediction = True
+    return {
+        "somebody's own module": own,
+        "statistics": statistics,
+        "tokens chosen by a mask": sparse,
+        "likewise": ElectraForPreTraining(model_of("Electra").config),
+        "ids [rows, choices, length]": BertForMultipleChoice(model_of().config),
+    }
+
+
+@pytest.mark.parametrize("which", heads_that_are_left_alone())
+def test_heads_that_no_graph_can_have_are_left_alone(which: str) -> None:
+    model = heads_that_are_left_alone()[which]
+    assert apply_unpadding(model)
+    assert apply_cuda_graphs(model, scope="model") == 0
+    assert apply_cuda_graphs(model, scope="layers") == 1
+
+
+def test_a_model_is_recorded_as_a_whole_or_its_layers_are() -> None:
+    model = model_of()
+    apply_unpadding(model)
+    assert [apply_cuda_graphs(model, scope=scope) for scope in ("model", "layers")] == [1, 0]
+    model = model_of()
+    apply_unpadding(model)
+    assert [apply_cuda_graphs(model, scope=scope) for scope in ("layers", "model")] == [1, 0]
