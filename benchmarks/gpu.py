@@ -7,6 +7,7 @@ Then, with what time is left, more repetitions of what decides, and how the kern
 
     python3 -m benchmarks.gpu --parts training --first 10 --minutes 9 --out more
     python3 -m benchmarks.gpu --parts launches --minutes 6 --out sizes
+    python3 -m benchmarks.gpu --parts quality --minutes 4 --out quality
 
 On a lent machine only a few files under `$OUT` come back. Where that is set, all that there is in the folder `--out` is
 packed into `$OUT/results.tgz` (or whatever the folder is called) after each part and each training run, whether it went
@@ -38,21 +39,22 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks import launches, limits, peers
+from benchmarks import gpu_quality, launches, limits, peers
 from benchmarks.apart import Apart
 from benchmarks.harness import new_folder, refuse_results, run
 from composer_speedups.hardware import hardware, suite_section
 
-PARTS = ("tests", "limits", "training")  # of the programme; "launches" is for what time is left
+PARTS = ("tests", "limits", "training")  # of the programme; the others are for what time is left
 # In the order in which they are done: what each writes first, and the share of the time that is left then which it may
 # take if another follows. Of eight minutes the tests may take three, and the limits two.
 _WRITES = {
     "tests": "tests.txt",
     "limits": "limits/rows.jsonl",
     "launches": "launches/rows.jsonl",
+    "quality": f"quality/seeds_{gpu_quality.FIRST}/runs.sqlite",
     "training": "peers/rows.jsonl",
 }
-_SHARES = {"tests": 3 / 8, "limits": 2 / 5, "launches": 1 / 2}
+_SHARES = {"tests": 3 / 8, "limits": 2 / 5, "launches": 1 / 2, "quality": 1 / 2}
 _HANGS = 110  # seconds after which a test is taken for one that hangs
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _MARKED = re.compile(r"mark\.gpu|\bdevice: str")  # by itself, or by conftest's fixture
@@ -89,15 +91,16 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=150 if hardware() == "cuda" else 2, help="that count")
     parser.add_argument("--workers", type=int, default=10, help="processes for the tests (default: 10)")
     parser.add_argument(
-        "--parts", nargs="+", choices=(*PARTS, "launches"), default=PARTS, help="to do (default: all but launches)"
+        "--parts", nargs="+", choices=tuple(_WRITES), default=PARTS, help=f"to do (default: {' '.join(PARTS)})"
     )
     parser.add_argument("--first", type=int, help="training: so many entries, in order of what they decide")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args(arguments)
     if options.minutes <= 0 or min(options.batches, options.workers, options.first or 1) < 1:
         parser.error("--minutes, --batches, --workers and --first must be positive")
-    if "launches" in options.parts and hardware() != "cuda":
-        parser.error("launches tries how kernels are launched on a GPU, and there is none: leave it out of --parts")
+    for part in ("launches", "quality"):
+        if part in options.parts and hardware() != "cuda":
+            parser.error(f"{part} is for a GPU, and there is none: leave it out of --parts")
     if (brought := os.getenv("OUT")) and options.out.resolve().is_relative_to(Path(brought).resolve()):
         parser.error(f"--out is packed into {brought}, from which only a few files come back: name a folder elsewhere")
     for part in options.parts:
@@ -110,6 +113,10 @@ def _do(part: str, options: argparse.Namespace, end: float) -> bool:
     out = (options.out / _WRITES[part]).parent
     if part == "tests":
         return _test(options.out / _WRITES[part], options.workers, end - time.monotonic())
+    if part == "quality":
+        whole = gpu_quality.measure(options.out / part, end)
+        print(gpu_quality.table(options.out / part))
+        return whole
     if part == "training":
         first = tuple(peers.ENTRIES[suite_section()])[: options.first]
         # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.

@@ -30,9 +30,9 @@ Trained = dict[str, Any]  # what was trained on what, by its key in a recipe
 _FOR_SPEED = {"model.attn_implementation", "task.padding", "task.pad_to_multiple_of"}  # they change no sample
 
 
-def compare(baseline: Path, measured: Sequence[Path], confidence: float = QUALITY_CONFIDENCE) -> str:
+def compare(baseline: Sequence[Path], measured: Sequence[Path], confidence: float = QUALITY_CONFIDENCE) -> str:
     """A table of medians and bounds, and the verdict on each recipe: of all its seeds, in whichever folder they are."""
-    (reference, (there, expected)), *_ = _results(baseline).items()
+    (reference, (there, expected)), *_ = _together(baseline).items()
     head = [
         "recipe",
         "seeds",
@@ -58,6 +58,8 @@ def compare(baseline: Path, measured: Sequence[Path], confidence: float = QUALIT
         _refuse_other_texts(recipe, results, expected)
         if len(rows) == 2:
             rows.append([reference, str(len(both)), *_medians(expected, both), "", "", "baseline"])
+        if recipe == reference and results == expected:  # the same trainings
+            continue
         bounds = [
             f"{bound['high']:.4f} ({bound['margin']:.3f})"
             if (bound := quality.worse_by.get(key)) and bound["high"] is not None
@@ -145,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if not 0.5 < given.confidence < 1:
         raise UserError(f"--confidence {given.confidence:g} must lie between 0.5 and 1, such as 0.95")
-    print(compare(given.baseline, given.measured, given.confidence))
+    print(compare([given.baseline], given.measured, given.confidence))
     return 0
 
 

@@ -33,6 +33,7 @@ from benchmarks import (  # noqa: E402
     compiling,
     contenders,
     gpu,
+    gpu_quality,
     growth,
     harness,
     kernels,
@@ -460,7 +461,7 @@ def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.C
     assert row == "| cpu/fastest | 10 | 0.8647 | 0.1960 | 0.0032 (0.010) | 0.0071 (0.020) | quality holds |"
     assert "0.0016 (0.010) | 0.0153 (0.020) | quality holds |" in fastest(twelve, twelve)
     with pytest.raises(UserError, match="cpu/fp32 has no run with a seed of the baseline: 300, 301"):
-        quality.compare(twelve, [ten])
+        quality.compare([twelve], [ten])
     halves = [tmp_path / "first", tmp_path / "last"]  # a study whose seeds were trained in two places
     for half, others in zip(halves, (">= 304", "< 304"), strict=True):
         shutil.copytree(later, half)
@@ -471,7 +472,7 @@ def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.C
             db.execute("DELETE FROM study WHERE key = 'digest'")
     assert fastest(ten, *halves, "--confidence", 0.975) == row
     with pytest.raises(UserError, match=r"cpu/fastest has the seed 300 twice: also in .*first"):
-        quality.compare(ten, [later, halves[0]])
+        quality.compare([ten], [later, halves[0]])
     with closing(sqlite3.connect(later / "runs.sqlite")) as db:  # with the baseline's seeds
         (text,) = db.execute("SELECT resolved FROM recipes").fetchone()
     for change, says in (
@@ -490,13 +491,13 @@ def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.C
             assert "quality holds" in fastest(ten, later)
             continue
         with pytest.raises(UserError, match=f"cpu/fastest cannot be compared with the baseline, cpu/fp32: its {says}"):
-            quality.compare(ten, [later])
+            quality.compare([ten], [later])
     elsewhere = ROOT / "benchmarks" / "results" / "2026-11-26_h200_quality_256" / "seeds_300"
     shutil.copytree(elsewhere, tmp_path / "elsewhere")
     with pytest.raises(
         UserError, match=r"finetune/fastest was trained on other texts .*: 39\.3316% of .* 39\.3796%\. "
     ):
-        quality.compare(ten, [tmp_path / "elsewhere"])
+        quality.compare([ten], [tmp_path / "elsewhere"])
     with pytest.raises(UserError, match=r"between 0\.5 and 1"):
         quality.main([str(ten), str(ten), "--confidence", "95"])
     with pytest.raises(UserError, match=r"runs\.sqlite is not there"):
@@ -905,3 +906,39 @@ def test_of_slow_entries_fewer_batches_count(tmp_path: Path, monkeypatch: pytest
     rows = harness.interleaved({"slow": slow, "fast": fast}, tmp_path, repetitions=1, batches=40)
     assert [(payload["steps"], payload["counted"]) for payload in asked] == [(30, 20), (60, 40)]
     assert [(row["counted"], row["real_tokens_per_second"]) for row in rows] == [(20, 1.0), (40, 1.0)]
+
+
+# --- Quality on a GPU --------------------------------------------------------------------------------------------
+
+
+def test_seeds_that_were_trained_side_by_side_are_judged_together(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no study: see what they said in"):
+        gpu_quality.table(tmp_path)
+    for study in (ROOT / "benchmarks" / "results" / "2026-11-26_h200_quality_256").iterdir():
+        shutil.copytree(study, tmp_path / study.name)
+    assert "| finetune/fastest | 10 | 0.8762 | 0.1745 |" in gpu_quality.table(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minutes", [5.0, 0.0])
+def test_studies_run_side_by_side_until_the_time_is_over(
+    minutes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_quality, "_RECIPES", ("cpu/fp32", "cpu/bf16"))
+    monkeypatch.setattr(gpu_quality, "_SEEDS", 4)
+    monkeypatch.setattr(gpu_quality, "_STUDIES", 2)
+    task = "task={name: docstrings, max_length: 32, train_samples: 64, eval_samples: 64, vocabulary: 1024}"
+    smaller = "model.config={hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_hidden_layers: 2}"
+    whole = gpu_quality.measure(tmp_path, time.monotonic() + 60 * minutes, (task, smaller, "duration=4ba"))
+    said = "".join(path.read_text() for path in tmp_path.glob("*.txt"))
+    assert whole == bool(minutes), said
+    if minutes:
+        rows = gpu_quality.table(tmp_path).splitlines()
+        assert [row.split("|")[1:3] for row in rows[-2:]] == [[" cpu/fp32 ", " 4 "], [" cpu/bf16 ", " 4 "]], said
+
+
+def test_what_is_for_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for part in ("launches", "quality"):
+        with pytest.raises(SystemExit):
+            gpu.main(["--parts", part, "--out", str(tmp_path)])
+        assert f"{part} is for a GPU, and there is none: leave it out of --parts" in capsys.readouterr().err
