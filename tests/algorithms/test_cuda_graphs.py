@@ -330,9 +330,10 @@ def test_out_of_memory_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_dropout_draws_new_masks() -> None:
+@pytest.mark.parametrize("scope", cuda_graphs.SCOPES)
+def test_dropout_draws_new_masks(scope: str) -> None:
     model = packed(model_of(dropout=0.3).cuda())
-    apply_cuda_graphs(model)
+    apply_cuda_graphs(model, scope=scope)
     batch = {k: x.cuda() for k, x in batch_of(1).items()}
     losses = []
     for _ in range(6):
