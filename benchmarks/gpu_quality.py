@@ -7,6 +7,7 @@ texts are collected from what is installed, so that trainings elsewhere are no b
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.quality import compare
 from composer_speedups.errors import UserError
+from composer_speedups.recipes import load_recipe
 
 __all__ = ["FIRST", "measure", "table"]
 
@@ -23,15 +25,7 @@ FIRST = 300  # of ten seeds
 _SEEDS = 10
 _STUDIES = 5  # at a time
 _RECIPES = ("finetune/fp32", "finetune/fastest")
-_CHANGES = (
-    "task={name: docstrings, max_length: 256, train_samples: 8000, eval_samples: 2000}",
-    "model.pretrained=false",
-    "model.config={hidden_size: 256, intermediate_size: 1024, num_attention_heads: 4, num_hidden_layers: 4}",
-    "batch_size=32",
-    "learning_rate=7e-4",
-    "schedule.warmup=0.3dur",
-    "duration=3ep",
-)
+_AS = "cpu/fp32"  # what is learnt, and how
 _ROOT = Path(__file__).parents[1]
 
 
@@ -43,7 +37,7 @@ def measure(folder: Path, deadline: float, changes: tuple[str, ...] = ()) -> boo
     each = _SEEDS // _STUDIES
     try:
         for first in range(FIRST, FIRST + _SEEDS, each):
-            command = [sys.executable, "-m", "composer_speedups", "ablate", *_RECIPES, *_CHANGES, *changes]
+            command = [sys.executable, "-m", "composer_speedups", "ablate", *_RECIPES, *_learning(), *changes]
             command += [f"seed={first}", "--seeds", str(each), "--no-profile", "--out", str(folder / f"seeds_{first}")]
             with (folder / f"seeds_{first}.txt").open("wb") as log:
                 studies.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
@@ -56,6 +50,14 @@ def measure(folder: Path, deadline: float, changes: tuple[str, ...] = ()) -> boo
         for study in studies:
             study.wait()
     return not any(study.returncode for study in studies)
+
+
+def _learning() -> list[str]:
+    """All of a recipe but its speed-ups, and what is for speed besides, as `KEY=VALUE`."""
+    recipe = load_recipe(_AS).to_dict()
+    model = {key: recipe["model"][key] for key in ("name", "pretrained", "config")}
+    keys = ("task", "batch_size", "learning_rate", "optimizer", "schedule", "duration")
+    return [f"{key}={json.dumps(value)}" for key, value in {"model": model, **{k: recipe[k] for k in keys}}.items()]
 
 
 def table(folder: Path) -> str:

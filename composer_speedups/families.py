@@ -14,6 +14,7 @@ __all__ = [
     "CAUSAL",
     "DEBERTA",
     "DISTILBERT",
+    "GRAPHED",
     "MASKED",
     "MODERNBERT",
     "MPNET",
@@ -38,6 +39,8 @@ MODERNBERT = (
 MPNET = ("mpnet",)  # BERT's modules; scores have a number for the distance, which its encoder brings
 DEBERTA = ("deberta-v2",)  # and v3; scores have products with relative positions, which its encoder brings
 UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *MPNET, *DEBERTA)
+
+GRAPHED = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)  # of which `CUDAGraphs` knows what the host reads
 
 MASKED = ("ForMaskedLM",)
 CAUSAL = ("ForCausalLM", "LMHeadModel")

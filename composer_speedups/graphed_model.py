@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from composer_speedups.families import BERT_LIKE, DISTILBERT, MODERNBERT, has_head
+from composer_speedups.families import GRAPHED, has_head
 from composer_speedups.graphs import Total
 from composer_speedups.packed_encoder import PackedEncoder
 from composer_speedups.surgery import stock_forward
 
 __all__ = ["can_be_whole", "read_on_host", "total_of"]
 
-_FAMILIES = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)
 _KNOWN = ("torch.", "transformers.", "composer_speedups.")
 _OF_HEADS = ("labels", "start_positions", "end_positions", "next_sentence_label")  # arguments that no encoder is given
 _PLAIN = (bool, int, float, str, type(None))
@@ -26,7 +25,7 @@ def can_be_whole(model: torch.nn.Module) -> bool:
     none may keep statistics, which recording would change, nor choose tokens by a mask, for which the host waits.
     """
     encoder = getattr(model, "base_model", None)
-    if not isinstance(encoder, PackedEncoder) or encoder is model or encoder.config.model_type not in _FAMILIES:
+    if not isinstance(encoder, PackedEncoder) or encoder is model or encoder.config.model_type not in GRAPHED:
         return False
     waits = has_head(model, ("ForMultipleChoice",)) or getattr(model, "sparse_prediction", False)
     waits = waits or (has_head(model, ("ForPreTraining",)) and encoder.config.model_type == "electra")

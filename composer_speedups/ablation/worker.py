@@ -42,7 +42,7 @@ _WHILE_IMPORTING = {  # against what does not survive a fork; runs see the user'
     # OpenBLAS starts its threads when numpy is imported. PyTorch on x86 brings its own BLAS, so nothing that is
     # measured gets slower.
     "OPENBLAS_NUM_THREADS": "1",
-    # pyarrow's allocator has a thread of its own, which datasets would bring in.
+    # pyarrow's allocator has a thread of its own, which pandas 3 and datasets bring in.
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     # torch.cuda.is_available() would initialise the CUDA driver.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

@@ -50,7 +50,7 @@ from composer.loggers import Logger
 from composer_speedups.algorithms.masked_token_head import waits_for_predicted
 from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.errors import ConflictError
-from composer_speedups.families import BERT_LIKE, DISTILBERT, MODERNBERT, layers_of, stack_of
+from composer_speedups.families import GRAPHED, MODERNBERT, layers_of, stack_of
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.graphed_model import can_be_whole, read_on_host, total_of
 from composer_speedups.graphs import Graphs, all_modules
@@ -61,7 +61,6 @@ from composer_speedups.surgery import having, mix_in
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
 SCOPES = ("layers", "model")
-_FAMILIES = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)
 _ASKED = ("output_hidden_states", "output_attentions", "return_dict")
 _UNREAD = "num_items_in_batch"  # transformers gives it to all that it calls; no layer reads it, and it always differs
 
@@ -84,7 +83,7 @@ def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8, scope: str = "laye
     if scope == "model":
         found = [m for m in model.modules() if can_be_whole(m) and not having(m, _Graphed)]
     else:
-        encoders = [m for m in model.modules() if _family(m) in _FAMILIES]
+        encoders = [m for m in model.modules() if _family(m) in GRAPHED]
         stacks = dict.fromkeys(stack_of(encoder) for encoder in encoders)
         whole = {id(m) for graphed in model.modules() if isinstance(graphed, _Whole) for m in graphed.modules()}
         found = [s for s in stacks if s is not None and not isinstance(s, _Graphed) and id(s) not in whole]
@@ -139,9 +138,9 @@ class CUDAGraphs(SpeedUp):
                 "predicted. Give it a capacity, as 0.2 for masks of 15 %, or use scope='layers'"
             )
         count = apply_cuda_graphs(state.model, self.limit, self.scope)
-        nothing = f"no layers of {', '.join(_FAMILIES)} (with unpadding) in the model"
+        nothing = f"no layers of {', '.join(GRAPHED)} (with unpadding) in the model"
         if self.scope == "model":
-            nothing = f"no unpadded model of {', '.join(_FAMILIES)} with transformers' own head. Use scope='layers'"
+            nothing = f"no unpadded model of {', '.join(GRAPHED)} with transformers' own head. Use scope='layers'"
         self.report(logger, count, nothing, already=having(state.model, _Graphed))
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -177,10 +176,6 @@ class _Graphed:
             graphs = _GRAPHS[self] = Graphs()
         return graphs
 
-    def _asked(self) -> list[Any]:
-        config = getattr(self, "config", None)
-        return [getattr(config, name, None) for name in _ASKED]
-
 
 class _Layers(_Graphed):
     def _in_graphs(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -190,7 +185,8 @@ class _Layers(_Graphed):
             return run(*args, **kwargs)
         layers = layers_of(self)
         kwargs.pop(_UNREAD, None)
-        around = asked_for_first(layers[-1]), *self._asked()
+        config = getattr(self, "config", None)
+        around = asked_for_first(layers[-1]), *(getattr(config, name, None) for name in _ASKED)
         return graphs(all_modules(layers), run, args, kwargs, self.graphs_limit, around, steady=_steady)
 
 

@@ -144,11 +144,14 @@ def test_trains_as_the_stock_model_in_float64(family: str, head: str, unpadded: 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_gradients_are_those_without(dtype: torch.dtype | None, microbatches: int, set_to_none: bool) -> None:
+@pytest.mark.parametrize("scope", cuda_graphs.SCOPES)
+def test_gradients_are_those_without(
+    scope: str, dtype: torch.dtype | None, microbatches: int, set_to_none: bool
+) -> None:
     """With our kernels, in autocast, accumulated over microbatches, and kept to be zeroed in place."""
     how = {"device": "cuda", "dtype": dtype, "microbatches": microbatches, "set_to_none": set_to_none}
     model, other = packed(model_of().cuda()), packed(model_of().cuda())
-    apply_cuda_graphs(model)
+    apply_cuda_graphs(model, scope=scope)
     found, wanted = (train(m, "SequenceClassification", **how) for m in (model, other))
     assert_close(found, wanted, SAME if dtype is None else SAME_BF16)
     assert graphs_of(model).replayed == 5 * microbatches - 1

@@ -89,19 +89,6 @@ def test_trains_as_the_stock_model_in_float64(family: str, head: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_gradients_are_those_without(dtype: torch.dtype | None, microbatches: int, set_to_none: bool) -> None:
-    how = {"device": "cuda", "dtype": dtype, "microbatches": microbatches, "set_to_none": set_to_none}
-    model, other = packed(model_of().cuda()), packed(model_of().cuda())
-    apply_cuda_graphs(model, scope="model")
-    found, wanted = (train(m, "SequenceClassification", **how) for m in (model, other))
-    assert_close(found, wanted, 1e-4 if dtype is None else 2e-2)
-    assert graphs_of(model).replayed >= 5 * microbatches - 2
-
-
-@pytest.mark.gpu
 def test_predicted_tokens_with_a_capacity() -> None:
     def losses(graphs: bool) -> list[torch.Tensor]:
         model = model_of(head="MaskedLM").cuda()
