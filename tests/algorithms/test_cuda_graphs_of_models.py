@@ -102,31 +102,44 @@ def test_predicted_tokens_with_a_capacity() -> None:
     assert_close(losses(True), losses(False), 1e-4)
 
 
+def step_of_total(model: torch.nn.Module, real: int) -> tuple[int, int, int]:
+    """One with so many real tokens: how many graphs there are then, and how often one was and was not used."""
+    ids = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    mask[:, 0] = 1
+    mask[mask == 0] = (torch.arange(ROWS * (LENGTH - 1)) < real - ROWS).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(ROWS, dtype=torch.long)}
+    model(**{k: x.cuda() for k, x in batch.items()}).loss.backward()
+    model.zero_grad()
+    graphs = graphs_of(model)
+    return graphs.recorded, graphs.replayed, graphs.launched
+
+
 @pytest.mark.gpu
-def test_a_larger_total_serves_until_a_shape_comes_again() -> None:
+def test_a_larger_total_serves() -> None:
     model = packed(model_of().cuda(), multiple_of=4)
     apply_cuda_graphs(model, scope="model", limit=2)
-
-    def step(real: int) -> tuple[int, int, int]:
-        ids = torch.ones(ROWS, LENGTH, dtype=torch.long)
-        mask = (torch.arange(ROWS * LENGTH) < real - ROWS + 1).long().view(ROWS, LENGTH)
-        mask[:, 0] = 1
-        mask.view(-1)[: real - int(mask[:, 0].sum())] = 1
-        real = int(mask.sum())
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(ROWS, dtype=torch.long)}
-        model(**{k: x.cuda() for k, x in batch.items()}).loss.backward()
-        model.zero_grad()
-        graphs = graphs_of(model)
-        return graphs.recorded, graphs.replayed, graphs.launched
-
-    assert step(80) == (0, 0, 1)
-    assert step(80) == (1, 1, 1), "with room for more: 96 tokens"
-    assert step(80) == (2, 2, 1), "and now its own"
-    assert step(88) == (2, 3, 1), "in 96"
-    assert step(88) == (2, 4, 1), "at the limit, still"
-    assert step(40) == (2, 4, 2), "of which 80 would be twice as many"
+    assert step_of_total(model, 80) == (0, 0, 1)
+    assert step_of_total(model, 80) == (1, 1, 1), "with room for more: 96 tokens"
+    assert step_of_total(model, 80) == (2, 2, 1), "and now its own"
+    assert step_of_total(model, 88) == (2, 3, 1), "in 96"
+    assert step_of_total(model, 88) == (2, 4, 1), "at the limit, still"
+    assert step_of_total(model, 40) == (2, 4, 2), "of which 80 would be twice as many"
     totals = [total.tokens for (_, total), known in graphs_of(model)._known.items() if known is not None]
     assert sorted(totals) == [80, 96]
+
+
+@pytest.mark.gpu
+def test_a_total_is_recorded_when_filling_it_up_has_cost_as_much() -> None:
+    """What seldom comes costs no recording, and what often comes no more than twice as much as it must."""
+    model = packed(model_of().cuda(), multiple_of=4)
+    apply_cuda_graphs(model, scope="model")
+    for _ in range(3):
+        step_of_total(model, 80)
+    uses = 4 * 88 // (96 - 88)  # until four batches of padding have been computed
+    assert [step_of_total(model, 88)[0] for _ in range(uses)] == [2] * (uses - 1) + [3]
+    totals = [total.tokens for (_, total), known in graphs_of(model)._known.items() if known is not None]
+    assert sorted(totals) == [80, 88, 96]
 
 
 @pytest.mark.gpu
