@@ -28,20 +28,29 @@ def linear_weights(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Paramete
     return [w for w in linear.values() if id(w) not in others and w.dtype == torch.float32]
 
 
-def cast_together(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def cast_together(
+    weights: Sequence[torch.Tensor], dtype: torch.dtype, places: Sequence[torch.Tensor | None] = ()
+) -> tuple[torch.Tensor, ...]:
     """`weights`, cast; gradients flow back to them.
+
+    Args:
+        weights: of any dtype.
+        dtype: of what is returned.
+        places: for each weight, where its gradient is to be written, in float32; None, or none at all, where that has
+            memory of its own.
 
     >>> [x.dtype for x in cast_together([torch.ones(2), torch.ones(3)], torch.bfloat16)]
     [torch.bfloat16, torch.bfloat16]
     """
-    return _Cast.apply(dtype, *weights)
+    return _Cast.apply(dtype, places or [None] * len(weights), *weights)
 
 
 class _Cast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, dtype: torch.dtype, *weights: torch.Tensor):
+    def forward(ctx, dtype: torch.dtype, places: Sequence[torch.Tensor | None], *weights: torch.Tensor):
         cast = [torch.empty_like(w, dtype=dtype) for w in weights]
         torch._foreach_copy_(cast, list(weights))
+        ctx.places = places
         ctx.set_materialize_grads(False)  # of a layer that was not called there is none
         ctx.mark_non_differentiable(*(c for c, w in zip(cast, weights, strict=True) if not w.requires_grad))
         return tuple(cast)
@@ -49,9 +58,9 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients: torch.Tensor):
-        there = [g for g in gradients if g is not None]
-        widened = [torch.empty_like(g, dtype=torch.float32) for g in there]
+        there = [(g, place) for g, place in zip(gradients, ctx.places, strict=True) if g is not None]
+        widened = [torch.empty_like(g, dtype=torch.float32) if place is None else place.detach() for g, place in there]
         if there:
-            torch._foreach_copy_(widened, there)
+            torch._foreach_copy_(widened, [g for g, _ in there])
         found = iter(widened)
-        return None, *(None if g is None else next(found) for g in gradients)
+        return None, None, *(None if g is None else next(found) for g in gradients)

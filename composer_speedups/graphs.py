@@ -196,7 +196,8 @@ class Graphs:
         self._largest = max(self._largest, size)
 
     def _record(self, call: Callable[..., Any], inputs, modules, parameters) -> tuple[Recorded, Any]:
-        self._memory = self._memory or Memory()
+        self._memory = memory = self._memory or Memory()
+        numbers = {id(p): number for number, p in enumerate(parameters)}
         template: Any = None
         low = {"enabled": torch.is_autocast_enabled("cuda"), "dtype": torch.get_autocast_dtype("cuda")}
 
@@ -204,7 +205,8 @@ class Graphs:
             nonlocal template
             by = dict(zip(map(id, parameters), standing_in, strict=True))
             if weights:
-                cast = cast_together([by[id(w)] for w in weights], low["dtype"])
+                places = [memory.gradients.get(numbers[id(w)]) for w in weights]  # of the graphs before, if there are
+                cast = cast_together([by[id(w)] for w in weights], low["dtype"], places)
                 by |= dict(zip(map(id, weights), cast, strict=True))
             with _replaced(modules, by), torch.autocast("cuda", **low):
                 returned = call(inputs)
@@ -219,7 +221,7 @@ class Graphs:
         handled = sys.exception()
         try:
             with torch.autocast("cuda", enabled=False):  # as the backward pass has it
-                recorded = Recorded(function, inputs, parameters, self._memory)
+                recorded = Recorded(function, inputs, parameters, memory)
         except torch.OutOfMemoryError:
             self._forget(None)
             raise

@@ -59,12 +59,13 @@ class Memory:
         return all(torch._C._storage_Use_Count(storage) == users for storage, users in self._users.items())
 
     def keep(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """While recording: move the parameters' gradients to where those of the graphs before are, if there are any."""
+        """While recording: move the parameters' gradients to where those of the graphs before are, if there are any,
+        and if they were not written there at once."""
         for number, gradient in enumerate(gradients):
             if gradient is not None and number not in self.gradients:
                 self.gradients[number] = gradient
         kept = [None if g is None else self.gradients[number] for number, g in enumerate(gradients)]
-        moved = [(k, g) for k, g in zip(kept, gradients, strict=True) if k is not g]
+        moved = [(k, g) for k, g in zip(kept, gradients, strict=True) if k is not g and k.data_ptr() != g.data_ptr()]
         if moved:
             torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
         return kept

@@ -44,3 +44,12 @@ def test_only_weights_that_autocast_would_cast() -> None:
     tied, table = torch.nn.Linear(2, 3), torch.nn.Embedding(3, 2)
     table.weight = tied.weight
     assert linear_weights([plain, half, Mine(2, 2), tied, table, torch.nn.LayerNorm(2)]) == [plain.weight]
+
+
+def test_gradients_are_written_where_they_belong() -> None:
+    weights = [torch.ones(2, 3, requires_grad=True), torch.ones(3, requires_grad=True), torch.ones(4)]
+    place = torch.zeros(2, 3)
+    first, second, _ = cast_together(weights, torch.bfloat16, [place, None, None])
+    found = torch.autograd.grad((first.sum() * 2, second.sum() * 3), weights[:2])
+    assert found[0].data_ptr() == place.data_ptr() and place.eq(2).all()
+    assert found[1].eq(3).all() and found[1].dtype == torch.float32
