@@ -200,25 +200,28 @@ def activations(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
 def projections(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
     """Queries, keys and values: by three linear layers, and as `Unpadding` does it, from their weights stacked."""
     import torch
-    import torch.nn.functional as F
+
+    from composer_speedups.joint_linear import joint_linear
 
     x, gradient = (torch.randn(tokens, n * width, device=device).bfloat16() for n in (1, 3))
     x.requires_grad_()
     layers = [torch.nn.Linear(width, width, device=device) for _ in "qkv"]
     leaves = [x, *(p for layer in layers for p in layer.parameters())]
     flops = 3 * 2 * tokens * 3 * width**2
+    arriving = gradient.chunk(3, -1)
+    if device.type == "cuda":  # where attention has made each by itself; the C kernels make them beside each other
+        arriving = tuple(g.contiguous() for g in arriving)
 
-    def three() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            out = [layer(x) for layer in layers]
-        _gradients(out, leaves, gradient.chunk(3, -1))
+    def both_ways(project: Callable[[], Any]) -> Callable[[], None]:
+        def call() -> None:
+            with torch.autocast(device.type, torch.bfloat16):
+                out = project()
+            _gradients(out, leaves, arriving)
 
-    def stacked() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
-            out = F.linear(x, weight, bias).split(width, -1)
-        _gradients(out, leaves, gradient.chunk(3, -1))
+        return call
 
+    three = both_ways(lambda: [layer(x) for layer in layers])
+    stacked = both_ways(lambda: joint_linear(layers, x))
     yield Kernel("QKV", "queries, keys, values: three linear layers", three, flops=flops)
     yield Kernel("QKV", "queries, keys, values: weights stacked, as in Unpadding", stacked, flops=flops)
 

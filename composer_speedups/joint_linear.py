@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from composer_speedups.kernels import joined_gradient
 from composer_speedups.kernels.tensors import beside, plain, shape_only
 from composer_speedups.surgery import hooked
 
@@ -33,8 +34,11 @@ def joint_linear(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> tuple[to
     if not all(only_linear(m) and m.bias is not None for m in layers):
         return tuple(m(x) for m in layers)
     weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
-    y, widths = F.linear(x, weight, bias), [m.out_features for m in layers]
+    widths = [m.out_features for m in layers]
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not traced and bias.requires_grad and joined_gradient.serves(x, widths):
+        return _PartsOfBiased.apply(F.linear(x, weight, bias.detach()), bias, widths)
+    y = F.linear(x, weight, bias)
     return _Parts.apply(y, widths) if y.is_cpu and y.requires_grad and plain(y) and not traced else y.split(widths, -1)
 
 
@@ -49,6 +53,23 @@ class _Parts(torch.autograd.Function):
     def backward(ctx, *gradients: torch.Tensor):
         # A gradient to be differentiated once more must know where it came from.
         return (torch.cat(gradients, -1) if torch.is_grad_enabled() else beside(gradients)), None
+
+
+class _PartsOfBiased(torch.autograd.Function):
+    """As `_Parts`, with the gradient of the bias that `y` has in it, which the product then does not know of."""
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, bias: torch.Tensor, widths: list[int]):
+        ctx.dtype = bias.dtype
+        return y.split(widths, -1)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor):
+        if torch.is_grad_enabled():
+            joined = torch.cat(gradients, -1)
+            return joined, joined.flatten(0, -2).sum(0).to(ctx.dtype), None
+        joined, sums = joined_gradient.joined_and_summed(gradients)
+        return joined, sums.to(ctx.dtype), None
 
 
 def part_of_linear(layer: torch.nn.Linear, x: torch.Tensor, part: slice) -> torch.Tensor:

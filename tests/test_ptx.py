@@ -319,6 +319,20 @@ def test_threads_part_and_meet_again() -> None:
     assert out.tolist() == [(i ^ 1) * ((i ^ 1) + 1) // 2 for i in range(64)]
 
 
+def test_a_load_may_choose_its_parameter() -> None:
+    """By the parity of the thread, whether it takes part or not."""
+    first, second, out = (torch.tensor([x], dtype=torch.int32) for x in (5, 7, 0))
+    out = out.expand(64).contiguous()
+    body = (
+        "mov.b32 %r2, k_param_0;\nmov.b32 %r3, k_param_1;\nand.b32 %r4, %r1, 1;\nsetp.eq.s32 %p1, %r4, 1;\n"
+        "setp.lt.u32 %p2, %r1, 40;\nselp.b32 %r5, %r3, %r2, %p1;\n@!%p2 bra $L__end;\n"
+        f"ld.param.b64 %rd50, [%r5];\nld.global.b32 %r6, [%rd50];\n{OUT.replace('%rd1', '%rd3')}"
+        "st.global.b32 [%rd60], %r6;\n$L__end:"
+    )
+    run(kernel(body, 3, 64), first, second, out, threads=64)
+    assert out.tolist() == [5, 7] * 20 + [0] * 24
+
+
 def test_programs_of_a_grid_and_atomic_sums() -> None:
     out, total = torch.zeros(3 * 2 * 5, dtype=torch.int32), torch.zeros(4)
     body = (

@@ -1,9 +1,10 @@
 """The CUDA side of `bias_gelu.py`: two Triton kernels, forward and backward.
 
 Backward reads the product with the gradient, makes the sum and the slope again, writes the gradient, and sums it over
-the rows that a warp takes, in float32 and before it is rounded; `torch.sum` over warps gives the bias's. The next rows
-are under way while it computes. Rows that are loaded in the turn of the loop which needs them, ptxas would load where
-they are needed, and a turn would wait for memory twice: for the product, and 160 instructions later for the gradient.
+the rows that a warp takes, in float32 and before it is rounded; `partial_sums.py` adds up what warps have. The next
+rows are under way while it computes. Rows that are loaded in the turn of the loop which needs them, ptxas would load
+where they are needed, and a turn would wait for memory twice: for the product, and 160 instructions later for the
+gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from composer_speedups.kernels.launch import interpreted, on_device, processors, programs_for, rows_of
+from composer_speedups.kernels.partial_sums import add_up
 
 __all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "interpreted"]
 
@@ -123,8 +125,7 @@ def forward(x: torch.Tensor, bias: torch.Tensor, kernel=forward_kernel) -> torch
 def _programs(rows: int, columns: int, itemsize: int, of_device: int) -> int:
     """Of the backward kernel, over rows. Tiles over columns fill the device as well; 8 rows of programs at least.
 
-    No more than run at once, also as PyTorch has to add up what each stores: it lets several processors share a column
-    only from 1,024 rows on (`Reduce.cuh`), and here there are 352 at a width of 3,072.
+    No more than run at once, also as what each stores has to be added up: 352 rows at a width of 3,072.
     """
     each = _PROGRAMS if itemsize == 2 else max(1, _PROGRAMS - 1)  # a thread has 72 registers in float32
     return programs_for(rows, _ROWS_BACKWARD, max(8, each * of_device // columns))
@@ -155,4 +156,5 @@ def backward(
             COLS=_COLS,
             num_warps=_WARPS,
         )
-    return dx, partial.sum(0)
+    sums = add_up(partial) if kernel is backward_kernel else partial.sum(0)  # Inductor fuses what follows
+    return dx, sums

@@ -90,11 +90,11 @@ def backward_tile_of(width: int, itemsize: int) -> dict[str, int]:
     (`layer_norm.through_norm`): 10% more instructions for LayerNorm, and no more for the other. And a warp has one row
     also where it could hold more: ptxas would load the second when the first is done.
 
-    At its end each row of a program stores its own sums, for PyTorch to add up. Adding up rows that warps have goes
-    through shared memory, where Triton lets all threads of a warp write to one bank after the other: counted in the
-    emulator (`benchmarks/null_gpu/ptx`), 17,000 cycles a program for the two sums of 1,024 columns, by instructions
-    28 turns of its loop, of which a batch of 16,000 tokens asks for 16. This way it is some hundred, and a few
-    megabytes more to and from the cache.
+    At its end each row of a program stores its own sums, for `partial_sums.py` to add up. Adding up rows that warps
+    have goes through shared memory, where Triton lets all threads of a warp write to one bank after the other: counted
+    in the emulator (`benchmarks/null_gpu/ptx`), 17,000 cycles a program for the two sums of 1,024 columns, by
+    instructions 28 turns of its loop, of which a batch of 16,000 tokens asks for 16. This way it is some hundred, and a
+    few megabytes more to and from the cache.
     """
     return _tile(width, itemsize, _HELD_BACKWARD, several=False)
 
@@ -127,9 +127,7 @@ def most_programs(tile: dict[str, int], registers: int, device: torch.device) ->
     Program p has the rows from p * ROWS on, and those that are all programs' further: in which order a sum is taken
     depends on the numbers of rows and processors, on width and dtype, and on nothing else.
 
-    PyTorch adds up what these programs store, and lets several processors share a column only from 1,024 rows on
-    (`Reduce.cuh`). On an H100 there are 1,320 of LayerNorm and 1,056 of dropout + residual + LayerNorm at 768; at 1,024
-    1,056 and 792.
+    On an H100 there are 1,320 of LayerNorm and 1,056 of dropout + residual + LayerNorm at 768; at 1,024 1,056 and 792.
     """
     if device.type != "cuda":
         return 3  # interpreter: so few that they loop over rows

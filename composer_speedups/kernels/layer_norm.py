@@ -4,7 +4,7 @@ What it computes is `reference_layer_norm`, in float32 whatever the input's type
 widened when loaded, mean and variance are two separate sums (never E[x^2] - E[x]^2, which cancels), and each
 result is rounded once, when stored. The weight may have another dtype than the input (float32 weights with
 bf16 activations), or be missing. Gradients of weight and bias are summed in float32 by each row of a program and then
-over all of them by `torch.sum`: no atomics, so that a run repeats bit for bit.
+over all of them (`partial_sums.py`): no atomics, so that a run repeats bit for bit.
 
 Eager code goes through an `autograd.Function`; under `torch.compile` the same launches are a custom operator,
 which is opaque to the compiler and breaks no graph. Not the operator in both: it is dispatched in Python, several
@@ -29,6 +29,7 @@ from composer_speedups.kernels.launch import (
     rows_of,
     tile_of,
 )
+from composer_speedups.kernels.partial_sums import add_up
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 
 __all__ = [
@@ -293,7 +294,7 @@ def _backward(
                 STAGES=launch.STAGES,
                 **tile,
             )
-    return dx, partial.sum(1)
+    return dx, add_up(partial)
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -121,7 +121,7 @@ MUTANTS = {
     "halves without sign": ("(h >> 16) ^ 0x80008000", "(h >> 16) ^ 0"),
     "dw without z_hat": ("dw += dy * z_hat", "dw += dy"),
     "weight forgotten in dz": ("through_norm(dy * w,", "through_norm(dy,"),
-    "last program's sums lost": ("partial.sum(1)", "partial[:, :-1].sum(1)"),
+    "last program's sums lost": ("add_up(partial)", "add_up(partial[:, :-1])"),
     "db stored over dw": ("tl.store(place + all_sums, db", "tl.store(place + 0 * all_sums, db"),
     "sums of a program over each other": ("own_sums(program, WIDTH", "own_sums(program, WIDTH * 0"),
     "rows skipped": ("tl.num_programs(0) * ROWS, num", "tl.num_programs(0) * ROWS * 2, num"),

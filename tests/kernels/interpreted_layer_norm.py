@@ -159,7 +159,7 @@ MUTANTS = {
     "weight forgotten in dx": ("g = dy * w", "g = dy"),
     "rstd forgotten in dx": ("- by_mean) * rstd", "- by_mean)"),
     "dw without x_hat": ("dw += dy * x_hat", "dw += dy"),
-    "last program's sums lost": ("return dx, partial.sum(1)", "return dx, partial[:, :-1].sum(1)"),
+    "last program's sums lost": ("return dx, add_up(partial)", "return dx, add_up(partial[:, :-1])"),
     "sums of a program over each other": ("return (program * ROWS + ", "return (program * ROWS + 0 * "),
     "rows skipped": ("tl.num_programs(0) * ROWS, num", "tl.num_programs(0) * ROWS * 2, num"),
 }

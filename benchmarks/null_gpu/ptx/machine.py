@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.null_gpu.ptx.copies import Copies
+from benchmarks.null_gpu.ptx.operands import APART
 from benchmarks.null_gpu.ptx.translate import Program
 
 __all__ = ["Fault", "Memory", "run"]
@@ -142,6 +143,13 @@ class _Machine:
 
     def parameter(self, name: str, offset: int, kind: type) -> Any:
         return np.frombuffer(self.parameters[name], kind, 1, offset)[0]
+
+    def parameter_at(self, where, offset: int, kind: type, m) -> np.ndarray:
+        """Of each thread, the one whose address it has."""
+        found, names = np.zeros(self.count, kind), list(self.parameters)
+        for address in np.unique(where if m is True else where[m]):
+            found[where == address] = self.parameter(names[address // APART], offset, kind)
+        return found
 
     def trap(self, text: str, m) -> None:
         if m is True or m.any():

@@ -10,8 +10,9 @@ import numpy as np
 
 from benchmarks.null_gpu.ptx.parse import Unsupported
 
-__all__ = ["BITS", "immediate", "numpy_name", "vector"]
+__all__ = ["APART", "BITS", "immediate", "numpy_name", "vector"]
 
+APART = 4096  # addresses of parameters, one after the other
 BITS = {f"{letter}{bits}": bits for letter in "busf" for bits in (8, 16, 32, 64)}
 BITS |= {"pred": 1, "bf16": 16, "f32x2": 64}
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.null_gpu.ptx import numerics
 from benchmarks.null_gpu.ptx.instructions import EMIT
-from benchmarks.null_gpu.ptx.operands import BITS, immediate, numpy_name
+from benchmarks.null_gpu.ptx.operands import APART, BITS, immediate, numpy_name
 from benchmarks.null_gpu.ptx.parse import Block, Instruction, Kernel, Unsupported
 
 __all__ = ["Program"]
@@ -106,6 +106,8 @@ class Program:
         if operand.startswith("%"):
             found = self.register(operand, kind)
             return f"{found}.astype(np.float32)" if kind == "f16" else found
+        if operand in self.parameters:  # an address, for a load that chooses
+            operand = str(APART * list(self.parameters).index(operand))
         if operand in self._variables:  # shared memory begins at 0; what is in others is not read
             operand = "0"
         return self.constant(immediate(operand, kind))
