@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from composer_speedups.cast_together import cast_together, linear_weights
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.fixed_total import FixedTotal, total_fixed
+from composer_speedups.read_twice import reading_twice
 from composer_speedups.recording import Memory, Recorded
 from composer_speedups.surgery import hooked
 
@@ -208,7 +209,7 @@ class Graphs:
                 places = [memory.gradients.get(numbers[id(w)]) for w in weights]  # of the graphs before, if there are
                 cast = cast_together([by[id(w)] for w in weights], low["dtype"], places)
                 by |= dict(zip(map(id, weights), cast, strict=True))
-            with _replaced(modules, by), torch.autocast("cuda", **low):
+            with _replaced(modules, by), torch.autocast("cuda", **low), reading_twice():
                 returned = call(inputs)
             torch.clear_autocast_cache()  # what was cast here is in this graph
             template = pytree.tree_map(lambda y: _OUTPUT if isinstance(y, torch.Tensor) else y, returned)

@@ -199,6 +199,29 @@ def test_arithmetic_in_float32() -> None:
     assert each("add.f32 %out, %a, 0f3F800000", ["f32"], "f32", [1.5]) == [2.5]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_pairs_of_narrow_numbers(dtype: torch.dtype) -> None:
+    """By PyTorch's own arithmetic, on all kinds of numbers; what is infinite or none is so there."""
+    torch.manual_seed(0)
+    name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype] + "x2"
+    kinds = torch.cat([torch.from_numpy(FLOATS), torch.randn(400) * 2.0 ** torch.randint(-20, 12, (400,))])
+    kinds = kinds[: len(kinds) // 2 * 2].to(dtype)
+    a, b, c = kinds, kinds[torch.randperm(len(kinds))], kinds.flip(0)
+    both = [x.contiguous().view(torch.int32).numpy().view("u4") for x in (a, b, c)]
+
+    def of(operation: str, count: int) -> torch.Tensor:
+        text = f"{operation}{name} %out, {', '.join(('%a', '%b', '%c')[:count])}"
+        return (
+            torch.from_numpy(np.array(each(text, ["u32"] * count, "u32", *both[:count]))).view(torch.int32).view(dtype)
+        )
+
+    same = dict(rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(of("add.", 2), a + b, **same)
+    torch.testing.assert_close(of("sub.rn.", 2), a - b, **same)
+    torch.testing.assert_close(of("mul.", 2), a * b, **same)
+    torch.testing.assert_close(of("fma.rn.", 3), (a.double() * b.double() + c.double()).to(dtype), **same)
+
+
 def test_products_and_sums_are_rounded_once() -> None:
     """Halfway between two numbers, but for what is far below float64's last bit."""
     near = 1 + 2.0**-12

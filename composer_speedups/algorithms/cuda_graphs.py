@@ -6,7 +6,8 @@ driver; a step of BERT-base has about a thousand. A fast GPU with a small batch 
 launches them, and waits. Here the kernels are recorded once for each shape of a batch, with their addresses, and
 replayed by one call. Nothing is compiled: what is recorded are the kernels that run anyway.
 
-**Numerics.** The same kernels on the same numbers. Dropout draws new masks in each replay, from PyTorch's generator;
+**Numerics.** The same kernels on the same numbers; sums of gradients that autograd takes by a kernel of its own, the
+recorded norms of `FusedDropoutAddNorm` take when they read them, rounded alike. Dropout draws new masks in each replay, from PyTorch's generator;
 not the same ones as without, as recording has drawn some, too. Gradients are those of the microbatch, accumulated as
 ever.
 

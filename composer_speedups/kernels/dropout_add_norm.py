@@ -34,7 +34,7 @@ from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
-__all__ = ["dropout_add_norm", "native", "operators", "reference_dropout_add_norm", "why_not"]
+__all__ = ["dropout_add_norm", "dropout_add_norm_twice", "native", "operators", "reference_dropout_add_norm", "why_not"]
 
 _STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _MOST = 1 << 33  # elements that 2^32 different words of bits serve
@@ -86,10 +86,7 @@ def dropout_add_norm(
     >>> dropout_add_norm(x, x, torch.ones(3), torch.ones(3)).round(decimals=2)
     tensor([[-0.2200,  1.0000,  2.2200]])
     """
-    if (reason := why_not(x, residual, weight, bias, p, x_bias)) is not None:
-        raise ValueError(f"dropout_add_norm: {reason}")
-    dropped = round(realised(p) * _STEPS)
-    seeds = torch.randint(0, 1 << 32, (2,), device=x.device) if dropped else None
+    dropped, seeds = _drawn(x, residual, weight, bias, p, x_bias)
     if torch.compiler.is_compiling() and x.is_cuda:
         from composer_speedups.kernels.inductor_operators import dropout_add_norm_op
 
@@ -97,6 +94,32 @@ def dropout_add_norm(
     if torch.compiler.is_compiling() or shape_only(x):
         return _forward_op(x, residual, weight, bias, seeds, dropped, eps, x_bias)[0]
     return _DropoutAddNorm.apply(x, residual, weight, bias, seeds, dropped, eps, x_bias)
+
+
+def dropout_add_norm_twice(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    p: float = 0.0,
+    eps: float = 1e-5,
+    x_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`dropout_add_norm`, eager, and the same tensor once more, for another reader.
+
+    Whose gradient is then not added to the first one's by a kernel that reads both and writes a third, but by this one
+    when it reads them: the same sum, rounded as ever.
+    """
+    dropped, seeds = _drawn(x, residual, weight, bias, p, x_bias)
+    return _DropoutAddNormTwice.apply(x, residual, weight, bias, seeds, dropped, eps, x_bias)
+
+
+def _drawn(x, residual, weight, bias, p: float, x_bias) -> tuple[int, torch.Tensor | None]:
+    """How many of `_STEPS` are dropped, and the keys of which; an error says what the kernels do not take."""
+    if (reason := why_not(x, residual, weight, bias, p, x_bias)) is not None:
+        raise ValueError(f"dropout_add_norm: {reason}")
+    dropped = round(realised(p) * _STEPS)
+    return dropped, torch.randint(0, 1 << 32, (2,), device=x.device) if dropped else None
 
 
 def why_not(
@@ -145,11 +168,12 @@ def _forward(x, residual, weight, bias, seeds, dropped: int, eps: float, x_bias=
     return _torch_forward(x, residual, weight, bias, seeds, dropped, eps, x_bias)
 
 
-def _backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=None):
+def _backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=None, more=None):
     """Gradients of x (empty if none were dropped: it is the next), of residual, and `[2, width]` of weight and bias:
-    `[3, width]` with that of `x_bias`, if there is one."""
+    `[3, width]` with that of `x_bias`, if there is one. `more` is added to `dy`, if it is there."""
     if (kernels := _triton(x)) is not None:
-        return kernels.backward(dy, x, residual, weight, mean, rstd, seeds, dropped, x_bias)
+        return kernels.backward(dy, x, residual, weight, mean, rstd, seeds, dropped, x_bias, more)
+    dy = dy if more is None else dy + more
     if x.dtype in NAMES and (library := native()) is not None:
         return _native_backward(library, dy, x, residual, weight, mean, rstd, seeds, dropped, x_bias)
     return _torch_backward(dy, x, residual, weight, mean, rstd, seeds, dropped, x_bias)
@@ -270,9 +294,24 @@ class _DropoutAddNorm(torch.autograd.Function):
         return _gradients(_backward, ctx, dy)
 
 
-def _gradients(backward, ctx, dy):
+class _DropoutAddNormTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        y = _DropoutAddNorm.forward(ctx, *arguments)
+        ctx.set_materialize_grads(False)
+        return y, y.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, more):
+        if dy is None:
+            dy, more = more, None
+        return (None,) * 8 if dy is None else _gradients(_backward, ctx, dy, *(() if more is None else (more,)))
+
+
+def _gradients(backward, ctx, dy, *more):
     *saved, seeds, x_bias = ctx.saved_tensors
-    dx, dresidual, sums = backward(dy, *saved, seeds, ctx.dropped, x_bias)
+    dx, dresidual, sums = backward(dy, *saved, seeds, ctx.dropped, x_bias, *more)
     found = [dx if ctx.dropped else dresidual, dresidual, sums[0].to(saved[2].dtype), sums[1].to(ctx.bias_dtype)]
     found += [None, None, None, None if x_bias is None else sums[2].to(x_bias.dtype)]  # the first three: no tensors
     return tuple(g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=True))

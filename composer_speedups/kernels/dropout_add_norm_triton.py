@@ -111,6 +111,7 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     dy_ptr,  # [rows, WIDTH], rows dy_stride apart
+    more_ptr,  # [rows, WIDTH], contiguous, read if MORE: added to dy, and rounded as PyTorch does
     x_ptr,  # [rows, WIDTH], rows x_stride apart
     x_bias_ptr,  # [WIDTH], read if BIASED
     residual_ptr,  # [rows, WIDTH], rows residual_stride apart
@@ -126,6 +127,7 @@ def backward_kernel(
     residual_stride,
     rows,
     WIDTH: tl.constexpr,
+    MORE: tl.constexpr,
     BIASED: tl.constexpr,
     DROPPED: tl.constexpr,
     STAGES: tl.constexpr,  # see `launch.STAGES`
@@ -156,11 +158,15 @@ def backward_kernel(
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
         residual = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
         dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0)
+        if MORE:
+            more = tl.load(more_ptr + row * WIDTH + col, mask=mask, other=0.0)
         mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         x = x.to(tl.float32)
         residual = residual.to(tl.float32)
         dy = dy.to(tl.float32)
+        if MORE:
+            dy = (dy + more.to(tl.float32)).to(dy_ptr.dtype.element_ty).to(tl.float32)
         if not STAY:
             if start < rows:  # as it always is: what is in a branch is not loaded ahead of its row, as `STAGES` says
                 w = load_for_each_row(w_ptr, col, inside, ROWS, CHUNKS, BLOCK)
@@ -245,8 +251,13 @@ def forward(x, residual, weight, bias, seeds, dropped: int, eps: float, x_bias=N
     return y, mean, rstd
 
 
-def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=None, kernel=backward_kernel):
-    """Gradients of x (empty if `dropped` is 0), of residual, and `[2 or 3, width]` float32 of weight, bias, x_bias."""
+def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=None, more=None, kernel=backward_kernel):
+    """Gradients of x (empty if `dropped` is 0), of residual, and `[2 or 3, width]` float32 of weight, bias, x_bias.
+
+    `more`: what is to be added to `dy`, or None.
+    """
+    if more is not None and more.dtype == torch.float32:  # for which a thread has no registers left
+        dy, more = dy + more, None
     gradients, matrix, other = rows_of(dy), rows_of(x), rows_of(residual)
     rows, width = matrix.shape[0], int(matrix.shape[1])
     dx = torch.empty(x.shape if dropped else (0,), dtype=x.dtype, device=x.device)
@@ -258,6 +269,7 @@ def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=No
     with on_device(x.device):
         kernel[(programs,)](
             gradients,
+            gradients if more is None else more.contiguous(),
             matrix,
             weight if x_bias is None else x_bias.contiguous(),
             other,
@@ -273,6 +285,7 @@ def backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias=No
             other.stride(0),
             rows,
             WIDTH=width,
+            MORE=more is not None,
             BIASED=x_bias is not None,
             DROPPED=dropped,
             STAGES=launch.STAGES,

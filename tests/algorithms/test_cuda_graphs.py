@@ -31,6 +31,7 @@ from composer_speedups import (
 from composer_speedups.algorithms import cuda_graphs
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.graphs import Graphs, kernel_by_kernel
+from composer_speedups.kernels import dropout_add_norm
 from composer_speedups.memory import predict
 from composer_speedups.recipes import load_recipe
 from composer_speedups.recording import Memory
@@ -254,6 +255,26 @@ def test_gradients_that_somebody_keeps_stay_what_they_are() -> None:
     del gradient
     model(**{k: x.cuda() for k, x in batch_of(5).items()}).loss.backward()
     assert (graphs_of(model).replayed, graphs_of(model).launched) == (2, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "MPNet"])
+def test_norms_add_up_the_gradients_of_two_readers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph; where somebody may ask for the gradient of hidden states, they have it whole."""
+    stock, seen = dropout_add_norm._backward, []
+    monkeypatch.setattr(dropout_add_norm, "_backward", lambda *a: seen.append(len(a) > 9) or stock(*a))
+    model = model_of(family).cuda()
+    apply_unpadding(model)
+    norms = apply_fused_dropout_add_norm(model)
+    recordable = apply_cuda_graphs(model)
+    batch = {name: x.cuda() for name, x in batch_of(1).items()}
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for _ in range(1 + recordable):
+            model(**batch).loss.backward()
+    # Kernel by kernel; and to warm up and as recorded: all but the last norm, which only the head reads.
+    once = sorted([True] * (norms - 1) + [False])
+    assert seen[:norms] == [False] * norms
+    assert [sorted(seen[norms * n : norms * (n + 1)]) for n in (1, 2)] == ([once, once] if recordable else [[], []])
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from mutants import triton_mutant
 
 from composer_speedups.kernels import dropout_add_norm as module
 from composer_speedups.kernels import dropout_add_norm_triton as cuda
-from composer_speedups.kernels.dropout_add_norm import dropout_add_norm
+from composer_speedups.kernels.dropout_add_norm import dropout_add_norm, dropout_add_norm_twice
 from composer_speedups.kernels.fast_dropout import keep_by_torch
 from composer_speedups.kernels.launch import DTYPES
 
@@ -54,6 +54,38 @@ def test_any_strides() -> None:
         inputs = [view(t).detach().requires_grad_() for t in (x, residual)]
         width = inputs[0].shape[-1]
         check(dropout_add_norm, [*inputs, *(t[:width].detach().requires_grad_() for t in (weight, bias))], 0.3)
+
+
+def check_two_readers(dtype: torch.dtype, p: float = 0.3) -> None:
+    """Bit for bit what autograd gives that adds up their gradients, whole numbers, which no sum rounds."""
+    inputs = case((200, 24), dtype, x_bias=FP32)
+    arguments = (*inputs[:4], p, EPS, inputs[4])
+    given = [torch.randint(-4, 5, (200, 24)).to(dtype) for _ in "ab"]
+    torch.manual_seed(5)
+    y = dropout_add_norm(*arguments)
+    torch.manual_seed(5)
+    first, second = dropout_add_norm_twice(*arguments)
+    assert first.equal(y) and second.equal(y) and first.data_ptr() == second.data_ptr()
+    for asked in ((0, 1), (0,), (1,)):
+        outputs, gradients = zip(*(((first, second)[i], given[i]) for i in asked), strict=True)
+        found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
+        wanted = torch.autograd.grad(y, inputs, sum(gradients), retain_graph=True)
+        assert all(a.equal(b) for a, b in zip(found, wanted, strict=True)), asked
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_readers(dtype: torch.dtype) -> None:
+    check_two_readers(dtype)
+    check_two_readers(dtype, 0.0)
+
+
+def test_gradients_of_two_readers_of_any_strides() -> None:
+    inputs = case((12, 6, 16), BF16)
+    given = [torch.randint(-4, 5, shape).to(BF16) for shape in ((6, 12, 16), (1, 16))]
+    given = [given[0].transpose(0, 1), given[1].expand(12, 6, 16)]
+    found = torch.autograd.grad(dropout_add_norm_twice(*inputs), inputs, given)
+    wanted = torch.autograd.grad(dropout_add_norm(*inputs), inputs, given[0] + given[1])
+    assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_no_rows() -> None:
@@ -138,3 +170,14 @@ def test_check_finds_planted_faults(name: str, dtype: torch.dtype, tmp_path: Pat
         return check(dropout_add_norm, inputs, 0.3)
     with pytest.raises(AssertionError):
         check(dropout_add_norm, inputs, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("+ more.to(tl.float32)", "+ 0 * more.to(tl.float32)"), ("more_ptr + row * WIDTH", "more_ptr + 0 * row * WIDTH")],
+)
+def test_check_finds_planted_faults_of_two_readers(old: str, new: str, tmp_path: Path, monkeypatch) -> None:
+    mutant = triton_mutant(cuda, old, new, tmp_path)
+    monkeypatch.setattr(module, "_triton", lambda x: mutant)
+    with pytest.raises(AssertionError):
+        check_two_readers(BF16)

@@ -371,6 +371,24 @@ def test_all_programs_run_at_once(biased: bool, width: int, dtype: torch.dtype, 
         assert programs == at_once(code, tmp_path) == {768: 8, 1024: 6}[width]
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("width", [256, 768, 1024, 4096])
+def test_a_second_gradient_costs_no_more_than_its_bytes(
+    width: int, dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch
+) -> None:
+    """In 16 bits: as many programs at once, one wait for a row, and time enough for the instructions."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled(capability, "backward_kernel", width, dtype, True, STRIDES, more=True)
+    tile, of_one = backward_tile_of(width, dtype.itemsize), SimpleNamespace(type="cuda")
+    monkeypatch.setattr("composer_speedups.kernels.launch.processors", lambda _: 1)
+    monkeypatch.setattr("composer_speedups.kernels.launch.room", lambda _: 32)
+    assert most_programs(tile, cuda._registers(width, tile), of_one) <= at_once(code, tmp_path)
+    assert not spills(code, tmp_path) and not late_loads(code, tmp_path)
+    if capability == 90 and width in (768, 1024):
+        assert instructions(code, tmp_path, tile["ROWS"] * width) < 0.75 * time_for(12)
+
+
 @pytest.mark.parametrize("stages", [3, 4])
 @pytest.mark.parametrize("width", [768, 1024])
 def test_rows_may_be_loaded_ahead(width: int, stages: int, tmp_path: Path, monkeypatch) -> None:
@@ -394,14 +412,15 @@ def compiled(
     biased: bool,
     aligned: tuple[str, ...] = (),
     stages: int = 1,
+    more: bool = False,
 ):
     tile = tile_for(name, width, dtype.itemsize)
     constants = tile | {"WIDTH": width, "BIASED": biased, "DROPPED": 6554}
     warps = constants.pop("num_warps")
     stay = cuda._stay(width, tile, biased)
-    constants |= {"EPS": 1e-12} if name == "forward_kernel" else {"STAGES": stages, "STAY": stay}
+    constants |= {"EPS": 1e-12} if name == "forward_kernel" else {"STAGES": stages, "STAY": stay, "MORE": more}
     dtypes = dict.fromkeys(("w", "b", "x_bias", "mean", "rstd", "partial"), torch.float32) | {"seeds": torch.int64}
-    dtypes |= dict.fromkeys(("x", "residual", "y", "dy", "dx", "dresidual"), dtype)
+    dtypes |= dict.fromkeys(("x", "residual", "y", "dy", "more", "dx", "dresidual"), dtype)
     return compile_for(capability, getattr(cuda, name), dtypes, constants, warps, aligned)
 
 

@@ -20,6 +20,8 @@ __all__ = ["EMIT"]
 # Relative error of what is approximate.
 _BOUNDS = {"ex2": 2**-22, "rsqrt": 2**-22.9, "sqrt": 2**-23, "rcp": 2**-23, "div": 2**-22, "tanh": 2**-11}
 
+_PAIRS = ("f16x2", "bf16x2")
+
 _Emit = Callable[["Program", Instruction, str], list[str]]  # the third: the name of the mask in those lines
 EMIT: dict[str, _Emit] = {}
 
@@ -53,12 +55,27 @@ def _arguments(p: Program, i: Instruction, kind: str, count: int) -> list[str]:
     return [_flushed(i, p.value(operand, kind)) for operand in i.operands[1:]]
 
 
+def _of_pairs(p: Program, i: Instruction, m: str) -> list[str]:
+    """On two 16-bit floats each. Sums and products are rounded in float32 without harm to the second rounding."""
+    _only(i, "rn")
+    kind, value = i.kind.removesuffix("x2"), {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}"}.get(i.op)
+    value = "fma_narrow({}, {}, {})" if i.op == "fma" else value
+    if value is None:
+        raise Unsupported("of pairs")
+    arguments = _arguments(p, i, "b32", value.count("{}"))
+    halves = [value.format(*(f"half({a}, {place}, {kind!r})" for a in arguments)) for place in (0, 1)]
+    narrow = "to_bf16" if kind == "bf16" else "to_f16"
+    return p.put(i.operands[0], f"pair({narrow}({halves[0]}), {narrow}({halves[1]}))", "b32", m)
+
+
 _INFIX = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 
 
 @_emits(*_INFIX, "mul", "div", "rem", "min", "max")
 def _binary(p: Program, i: Instruction, m: str) -> list[str]:
     kind = i.kind
+    if kind in _PAIRS:
+        return _of_pairs(p, i, m)
     _only(i, "rn", "ftz", "full", "approx", "lo", "hi", "wide", "NaN")
     floating = kind[0] == "f" or kind == "bf16"
     if i.op == "mul" and "wide" in i.modifiers:
@@ -84,6 +101,8 @@ def _binary(p: Program, i: Instruction, m: str) -> list[str]:
 @_emits("mad", "fma")
 def _mad(p: Program, i: Instruction, m: str) -> list[str]:
     kind = i.kind
+    if kind in _PAIRS:
+        return _of_pairs(p, i, m)
     if kind[0] == "f" or kind == "bf16":
         _only(i, "rn", "rm", "ftz")
         a, b, c = _arguments(p, i, kind, 3)
@@ -225,7 +244,7 @@ def _mov(p: Program, i: Instruction, m: str) -> list[str]:
 @_emits("cvt")
 def _cvt(p: Program, i: Instruction, m: str) -> list[str]:
     *how, to, source = i.modifiers
-    if to in ("f16x2", "bf16x2"):  # the first operand is the upper half
+    if to in _PAIRS:  # the first operand is the upper half
         if how != ["rn"] or source != "f32":
             raise Unsupported("rounding")
         high, low = _arguments(p, i, "f32", 2)

@@ -104,6 +104,12 @@ def pair(low, high):
     return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
 
 
+def half(both, place, kind):
+    """Of two 16-bit floats the lower (0) or the upper (1), in float32."""
+    bits = (np.asarray(both, np.uint32) >> np.uint32(16 * place)).astype(np.uint16)
+    return wide_bf16(bits) if kind == "bf16" else bits.view(np.float16).astype(np.float32)
+
+
 def to_integer(x, kind):
     """Whole numbers in floating point, saturated; no number becomes 0, or of 64 bits the sign's alone."""
     limits, wide = np.iinfo(kind), np.asarray(x, np.float64)
