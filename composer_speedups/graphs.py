@@ -135,7 +135,7 @@ class Graphs:
                 total = total.enlarged()
                 self._largest = total.tokens
             run = functools.partial(_call, forward, values, which, structure, total and total.fixed())
-            self._known[call, total] = self._record(run, inputs, modules, parameters)
+            self._known[call, total] = self._record(run, inputs, modules, parameters, total)
         self.replayed += 1
         recorded, template = self._known[call, total]
         outputs = iter(recorded(inputs, parameters))
@@ -196,7 +196,7 @@ class Graphs:
             self._known = shapes  # they have come before
         self._largest = max(self._largest, size)
 
-    def _record(self, call: Callable[..., Any], inputs, modules, parameters) -> tuple[Recorded, Any]:
+    def _record(self, call: Callable[..., Any], inputs, modules, parameters, total) -> tuple[Recorded, Any]:
         self._memory = memory = self._memory or Memory()
         numbers = {id(p): number for number, p in enumerate(parameters)}
         template: Any = None
@@ -228,8 +228,9 @@ class Graphs:
             raise
         except RuntimeError as error:
             what = _first_words(error, handled)
+            instead = "Remove it" if total is None else "Use scope='layers', or remove it"
             raise SpeedUpUnavailable(
-                f"cuda_graphs cannot record these layers: {what}. Remove it, and start the process anew"
+                f"cuda_graphs cannot record these layers: {what}. {instead}, and start the process anew"
             ) from error
         return recorded, template
 

@@ -6,10 +6,10 @@ driver; a step of BERT-base has about a thousand. A fast GPU with a small batch 
 launches them, and waits. Here the kernels are recorded once for each shape of a batch, with their addresses, and
 replayed by one call. Nothing is compiled: what is recorded are the kernels that run anyway.
 
-**Numerics.** The same kernels on the same numbers; sums of gradients that autograd takes by a kernel of its own, the
-recorded norms of `FusedDropoutAddNorm` take when they read them, rounded alike. Dropout draws new masks in each replay, from PyTorch's generator;
-not the same ones as without, as recording has drawn some, too. Gradients are those of the microbatch, accumulated as
-ever.
+**Numerics.** The same kernels on the same numbers. Sums of two gradients of hidden states, for which autograd has a
+kernel of its own, the recorded norms of `FusedDropoutAddNorm` take when they read them, rounded alike. Dropout draws
+new masks in each replay, from PyTorch's generator; not the same ones as without, as recording has drawn some, too.
+Gradients are those of the microbatch, accumulated as ever.
 
 **When it pays.** Where the host is slower than the GPU: large GPUs, small batches or models, compiled or not. For
 BERT-base with 64 reviews on an H200 a step took 55 ms with blocks compiled and no graphs, 21 with those of the layers
@@ -75,6 +75,9 @@ def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8, scope: str = "laye
         limit: how many shapes of a batch are recorded at most.
         scope: `layers` of each encoder, or each whole `model` whose encoder is unpadded, from the ids to the loss.
 
+    Raises:
+        ConflictError: a head in a whole `model` waits to learn how many tokens it has to predict.
+
     >>> from transformers import BertConfig, BertModel
     >>> bert = BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
     >>> apply_cuda_graphs(bert), apply_cuda_graphs(bert)
@@ -83,6 +86,11 @@ def apply_cuda_graphs(model: torch.nn.Module, limit: int = 8, scope: str = "laye
     check_count("limit", limit)
     check_choice("scope", scope, SCOPES)
     if scope == "model":
+        if any(map(waits_for_predicted, model.modules())):
+            raise ConflictError(
+                "cuda_graphs with scope='model' cannot record how masked_token_head waits to learn how many tokens are "
+                "predicted. Give it a capacity, as 0.2 for masks of 15 %, or use scope='layers'"
+            )
         found = [m for m in model.modules() if can_be_whole(m) and not having(m, _Graphed)]
     else:
         encoders = [m for m in model.modules() if _family(m) in GRAPHED]
@@ -133,11 +141,6 @@ class CUDAGraphs(SpeedUp):
         if "gradient_checkpointing" in others:
             raise ConflictError(
                 "cuda_graphs keeps the memory that gradient_checkpointing is there to save. Remove one of them"
-            )
-        if self.scope == "model" and any(map(waits_for_predicted, state.model.modules())):
-            raise ConflictError(
-                "cuda_graphs with scope='model' cannot record how masked_token_head waits to learn how many tokens are "
-                "predicted. Give it a capacity, as 0.2 for masks of 15 %, or use scope='layers'"
             )
         count = apply_cuda_graphs(state.model, self.limit, self.scope)
         nothing = f"no layers of {', '.join(GRAPHED)} (with unpadding) in the model"

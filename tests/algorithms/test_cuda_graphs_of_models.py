@@ -215,6 +215,11 @@ def test_a_head_that_waits_is_refused(make_trainer, monkeypatch: pytest.MonkeyPa
     model = HuggingFaceModel(model_of(head="MaskedLM"), metrics=[])
     with pytest.raises(ConflictError, match="Give it a capacity"):
         make_trainer([Unpadding(), MaskedTokenHead(), CUDAGraphs(scope="model")], model)
+    by_hand = model_of(head="MaskedLM")
+    apply_unpadding(by_hand)
+    apply_masked_token_head(by_hand)
+    with pytest.raises(ConflictError, match="Give it a capacity"):
+        apply_cuda_graphs(by_hand, scope="model")
     model = HuggingFaceModel(model_of(head="MaskedLM"), metrics=[])
     make_trainer([Unpadding(), MaskedTokenHead(capacity=0.2), CUDAGraphs(scope="model")], model)
 
