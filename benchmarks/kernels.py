@@ -17,6 +17,7 @@ __all__ = [
     "attention",
     "convert",
     "copies",
+    "embeddings",
     "losses",
     "norms",
     "optimizers",
@@ -224,6 +225,35 @@ def projections(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
     stacked = both_ways(lambda: joint_linear(layers, x))
     yield Kernel("QKV", "queries, keys, values: three linear layers", three, flops=flops)
     yield Kernel("QKV", "queries, keys, values: weights stacked, as in Unpadding", stacked, flops=flops)
+
+
+def embeddings(device: Any, tokens: int, width: int) -> Iterator[Kernel]:
+    """BERT's three tables, forward and backward; ids as frequent as words are, which is as one over their rank."""
+    import torch
+
+    if device.type != "cuda":
+        return
+    from composer_speedups import apply_fused_embedding
+
+    sizes = (30522, 512, 2)
+    ranks = torch.rand(tokens).mul(torch.tensor(float(sizes[0])).log()).exp().long() - 1
+    counted = torch.arange(tokens)
+    ids = [x.to(device) for x in (ranks.clamp(0, sizes[0] - 1), counted % 256, counted % 2)]
+    gradient = torch.randn(tokens, width, device=device)
+    # Read and written in float32: rows, thrice, and each token's gradient; the words' table is zeroed.
+    moved = 4 * (9 * tokens + sizes[0]) * width
+
+    def both_ways(tables: torch.nn.ModuleList) -> Callable[[], None]:
+        leaves = [table.weight for table in tables]
+        return lambda: _gradients([table(i) for table, i in zip(tables, ids, strict=True)], leaves, [gradient] * 3)
+
+    def make() -> torch.nn.ModuleList:
+        return torch.nn.ModuleList(torch.nn.Embedding(size, width) for size in sizes).to(device)
+
+    fused = make()
+    apply_fused_embedding(fused)
+    yield Kernel("embeddings", "embeddings of words, positions, types: PyTorch", both_ways(make()), bytes=moved)
+    yield Kernel("embeddings", "embeddings of words, positions, types: FusedEmbedding", both_ways(fused), bytes=moved)
 
 
 def attention(device: Any, width: int) -> Iterator[Kernel]:

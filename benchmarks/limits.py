@@ -72,6 +72,7 @@ def _made(device: Any, tokens: int, width: int, failed: Failures) -> Iterator[Ke
         "norms": kernels.norms(device, tokens, width),
         "activations": kernels.activations(device, tokens, width),
         "projections": kernels.projections(device, tokens, width),
+        "embeddings": kernels.embeddings(device, tokens, width),
         "attention": kernels.attention(device, width),
         "losses": kernels.losses(device, tokens),
     }

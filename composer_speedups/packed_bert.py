@@ -48,10 +48,12 @@ class PackedBert(PackedEncoder):
         position_ids: torch.Tensor | None,
         kwargs: dict[str, Any],
     ):
-        ids = self.ids_of(packing, input_ids)[None]
-        types = torch.zeros_like(ids) if token_type_ids is None else self.ids_of(packing, token_type_ids)[None]
-        positions = self.ids_of(packing, self.positions_of(input_ids) if position_ids is None else position_ids)[None]
-        hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=positions).squeeze(0)
+        ids = packing.pack(input_ids)[None]
+        types = torch.zeros_like(ids) if token_type_ids is None else packing.pack(token_type_ids)[None]
+        positions = self.positions_of(input_ids) if position_ids is None else position_ids
+        hidden = self.embeddings(
+            input_ids=ids, token_type_ids=types, position_ids=packing.pack(positions)[None]
+        ).squeeze(0)
         if hasattr(self, "embeddings_project"):
             hidden = self.embeddings_project(hidden)
         hidden = self.encoder(for_compiled(hidden, self.encoder.layer), attention_mask=packing)[0]

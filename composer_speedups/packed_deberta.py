@@ -49,12 +49,12 @@ class _Encoder(PackedEncoder):
         packing = self.packing_of(input_ids, attention_mask, args, kwargs)
         if packing is None or self.z_steps > 1:
             return super().forward(input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs)
-        ids = self.ids_of(packing, input_ids)[None]
-        types = torch.zeros_like(ids) if token_type_ids is None else self.ids_of(packing, token_type_ids)[None]
+        ids = packing.pack(input_ids)[None]
+        types = torch.zeros_like(ids) if token_type_ids is None else packing.pack(token_type_ids)[None]
         positions = None  # rows may be longer than there are any
         if self.embeddings.position_embeddings is not None:
             known = self.embeddings.position_ids[:, : packing.length] if position_ids is None else position_ids
-            positions = self.ids_of(packing, known)[None]
+            positions = packing.pack(known)[None]
         hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=positions).squeeze(0)
         hidden = self.encoder(for_compiled(hidden, self.encoder.layer), packing).last_hidden_state
         first = asked_for_first(self.encoder.layer[-1])

@@ -41,8 +41,8 @@ class _Encoder(PackedEncoder):
         packing = self.packing_of(input_ids, attention_mask, args, kwargs)
         if packing is None:
             return super().forward(input_ids, attention_mask, *args, **kwargs)
-        positions = self.ids_of(packing, self.positions_of(input_ids))
-        hidden = self.embeddings(self.ids_of(packing, input_ids), packed_positions=positions)
+        positions = packing.pack(self.positions_of(input_ids))
+        hidden = self.embeddings(packing.pack(input_ids), packed_positions=positions)
         hidden = self.transformer(for_compiled(hidden, self.transformer.layer), packing, **self.packed_arguments)[0]
         first = asked_for_first(self.transformer.layer[-1])
         out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))

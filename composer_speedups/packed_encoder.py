@@ -19,7 +19,6 @@ from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
 from composer_speedups.packing import Holed, Packing, Valued, counts_of
-from composer_speedups.surgery import hooked, stock_forward
 
 __all__ = [
     "PackedAttention",
@@ -77,18 +76,6 @@ class PackedEncoder:
         if not any(counts) or (not self.reads_anywhere and min(counts) <= 0):
             return say_once("a row's first position, which is read by the head, is padding")
         return mask, counts
-
-    def ids_of(self, packing: Packing, ids: torch.Tensor) -> torch.Tensor:
-        """[rows, length] -> [total], for tables of embeddings: on CUDA in int32, if nobody else reads them.
-
-        A table's backward pass sorts them there, by eight bits at a time: half as many passes, each some microseconds.
-        """
-        packed = packing.pack(ids)
-        if not packed.is_cuda or torch.compiler.is_compiling() or not stock_forward(self.embeddings):
-            return packed
-        tables = [m for m in self.embeddings.modules() if isinstance(m, torch.nn.Embedding)]
-        ours = all(type(m) is torch.nn.Embedding and not hooked(m) for m in tables) and not hooked(self.embeddings)
-        return packed.int() if ours else packed
 
     def padded(self, hidden: torch.Tensor, packing: Packing) -> torch.Tensor:
         """[total, width] -> [rows, length, width], with what a head that works on packed tokens looks for."""

@@ -74,7 +74,7 @@ class _Encoder(PackedEncoder):
             return super().forward(input_ids, attention_mask, *args, **named)
         if hasattr(self, "_maybe_set_compile"):  # 4.53: whether parts compile themselves, which CPUs' do not
             self._maybe_set_compile()
-        hidden = for_compiled(self.embeddings(input_ids=self.ids_of(packing, input_ids)), self.layers)
+        hidden = for_compiled(self.embeddings(input_ids=packing.pack(input_ids)), self.layers)
         positions = torch.arange(packing.length, device=hidden.device)[None] if position_ids is None else position_ids
         rotations = self.rotations(hidden, positions, packing)
         hidden = self.final_norm(self.run_layers(hidden, packing, rotations))

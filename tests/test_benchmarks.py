@@ -563,7 +563,7 @@ MADE = {
     "norms": [kernels.Kernel("norm", "fails", refuse, bytes=8), kernel("ends it", ends=True)],
     "losses": [kernel("last")],
 }
-for group in ("activations", "attention", "copies", "losses", "norms", "projections"):
+for group in ("activations", "attention", "copies", "embeddings", "losses", "norms", "projections"):
     setattr(kernels, group, lambda *_, group=group: iter(MADE.get(group, ())))
 kernels.optimizers = optimizers
 measure, table = limits.measure, limits.table
@@ -618,7 +618,7 @@ def test_a_kernel_that_fails_leaves_the_others_their_numbers(
 
     monkeypatch.setattr(limits, "suite_section", lambda: "cpu")
     monkeypatch.setattr(limits, "_SECONDS", 0.0)
-    for group in ("optimizers", "norms", "activations", "projections", "losses"):
+    for group in ("optimizers", "norms", "activations", "projections", "embeddings", "losses"):
         monkeypatch.setattr(kernels, group, lambda *_: iter(()))
     monkeypatch.setattr(kernels, "copies", fails)
     monkeypatch.setattr(kernels, "attention", lambda *_: iter([kernels.Kernel("last", "last", lambda: None, bytes=8)]))

@@ -7,7 +7,7 @@ import torch
 
 from composer_speedups import compilation, registry
 
-KEYS = ("fused_bias_gelu", "fused_cross_entropy", "fused_dropout_add_norm", "fused_layer_norm")
+KEYS = ("fused_bias_gelu", "fused_cross_entropy", "fused_dropout_add_norm", "fused_embedding", "fused_layer_norm")
 CUDA = torch.device("cuda", 0)
 
 

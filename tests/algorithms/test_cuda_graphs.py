@@ -25,6 +25,7 @@ from composer_speedups import (
     apply_cuda_graphs,
     apply_fused_bias_gelu,
     apply_fused_dropout_add_norm,
+    apply_fused_embedding,
     apply_last_layer_subset,
     apply_unpadding,
 )
@@ -75,6 +76,8 @@ def packed(model: torch.nn.Module, multiple_of: int = 64) -> torch.nn.Module:
     apply_last_layer_subset(model)
     apply_fused_dropout_add_norm(model)
     apply_fused_bias_gelu(model)
+    if torch.cuda.is_available():
+        apply_fused_embedding(model)
     return model
 
 

@@ -564,32 +564,6 @@ def test_as_near_to_float64_as_the_padded_model(family: str, head: str, dtype: t
         assert error <= 2 * allowed + 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("listens", ["nobody", "a hook", "a table of one's own"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "MPNet"])
-def test_tables_are_read_with_short_ids_on_a_gpu(family: str, listens: str, device: str, monkeypatch) -> None:
-    """Their backward pass sorts them."""
-
-    class Mine(torch.nn.Embedding):
-        pass
-
-    model, seen = make(family).to(device), []
-    apply_unpadding(model)
-    tables = [m for m in model.base_model.embeddings.modules() if isinstance(m, torch.nn.Embedding)]
-    if listens == "a hook":
-        tables[-1].register_forward_hook(lambda *_: None)
-    elif listens == "a table of one's own":
-        tables[0].__class__ = Mine
-    stock = torch.nn.functional.embedding
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "embedding",
-        lambda ids, *more, **named: seen.append(ids.dtype) or stock(ids, *more, **named),
-    )
-    model(**{name: x.to(device) for name, x in batch("ForSequenceClassification", FAMILIES[family]).items()})
-    short = device == "cuda" and listens == "nobody"
-    assert len(seen) == len(tables) and set(seen) == {torch.int32 if short else torch.int64}
-
-
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])
 def test_answers_compete_with_no_padding_but_the_heads_bias(family: str) -> None:
     """transformers takes the softmax over padding, too: there the unpadded logits are the bias, whatever the ids."""
