@@ -283,6 +283,15 @@ def attention(device: Any, width: int) -> Iterator[Kernel]:
 
     yield Kernel("attention", "attention: PyTorch's SDPA, padded to 256", stock, flops=flops)
     yield Kernel("attention", "attention: variable length, packed", ours, flops=flops)
+    if device.type == "cuda":
+
+        def cudnn() -> None:
+            lengths = (of.cumulative, of.cumulative, of.longest, of.longest)
+            out = torch.ops.aten._cudnn_attention_forward(*packed, None, *lengths, True, 0.1)[0]
+            _gradients(out, packed, of_packed)
+
+        # Whether it is worth a way of its own: nothing here uses it, and its numbers are not compared.
+        yield Kernel("attention", "attention: cuDNN's, packed", cudnn, flops=flops)
 
 
 def losses(device: Any, tokens: int) -> Iterator[Kernel]:
