@@ -283,7 +283,7 @@ def attention(device: Any, width: int) -> Iterator[Kernel]:
 
     yield Kernel("attention", "attention: PyTorch's SDPA, padded to 256", stock, flops=flops)
     yield Kernel("attention", "attention: variable length, packed", ours, flops=flops)
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
 
         def cudnn() -> None:
             lengths = (of.cumulative, of.cumulative, of.longest, of.longest)

@@ -59,7 +59,8 @@ class _Cast(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients: torch.Tensor):
         there = [(g, place) for g, place in zip(gradients, ctx.places, strict=True) if g is not None]
-        widened = [torch.empty_like(g, dtype=torch.float32) if place is None else place.detach() for g, place in there]
+        # The place itself: another tensor of its memory may still be held when its users are counted (`recording.py`).
+        widened = [torch.empty_like(g, dtype=torch.float32) if place is None else place for g, place in there]
         if there:
             torch._foreach_copy_(widened, [g for g, _ in there])
         found = iter(widened)

@@ -65,9 +65,9 @@ class _PartsOfBiased(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not all(map(plain, gradients)):  # to be differentiated once more, or many at once
             joined = torch.cat(gradients, -1)
-            return joined, joined.flatten(0, -2).sum(0).to(ctx.dtype), None
+            return joined, joined.reshape(-1, joined.shape[-1]).sum(0).to(ctx.dtype), None
         joined, sums = joined_gradient.joined_and_summed(gradients)
         return joined, sums.to(ctx.dtype), None
 

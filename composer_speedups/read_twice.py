@@ -42,8 +42,8 @@ def read_twice() -> bool:
 
 
 def given_out_twice(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """`first`; whoever has it as a residual then gets `second`."""
-    if _here.pairs is not None:
+    """`first`; whoever has it as a residual then gets `second`, if it has a gradient."""
+    if _here.pairs is not None and first.requires_grad:  # others, autograd does not keep either
         _here.pairs[id(first)] = first, first._version, second
     return first
 

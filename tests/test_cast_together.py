@@ -51,5 +51,6 @@ def test_gradients_are_written_where_they_belong() -> None:
     place = torch.zeros(2, 3)
     first, second, _ = cast_together(weights, torch.bfloat16, [place, None, None])
     found = torch.autograd.grad((first.sum() * 2, second.sum() * 3), weights[:2])
-    assert found[0].data_ptr() == place.data_ptr() and place.eq(2).all()
+    assert found[0] is place, "what else has its memory may still be held when its users are counted"
+    assert place.eq(2).all()
     assert found[1].eq(3).all() and found[1].dtype == torch.float32

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from composer_speedups.read_twice import as_residual, given_out_twice, read_twice, reading_twice
 
 
 def pair() -> tuple[torch.Tensor, torch.Tensor]:
-    first = torch.ones(3)
+    first = torch.ones(3, requires_grad=True) * 1
     return first, first.detach()
 
 
@@ -29,6 +31,16 @@ def test_another_tensor_is_itself() -> None:
         given_out_twice(first, second)
         other = torch.ones(3)
         assert as_residual(other) is other and as_residual(second) is second
+
+
+def test_what_has_no_gradient_is_not_kept() -> None:
+    """Of frozen layers: all their hidden states would stay until the end."""
+    with reading_twice():
+        first = torch.ones(3)
+        alive = weakref.ref(given_out_twice(first, first.detach()))
+        assert as_residual(first) is first
+        del first
+        assert alive() is None
 
 
 def test_what_was_changed_in_place_is_itself() -> None:

@@ -6,10 +6,10 @@ driver; a step of BERT-base has about a thousand. A fast GPU with a small batch 
 launches them, and waits. Here the kernels are recorded once for each shape of a batch, with their addresses, and
 replayed by one call. Nothing is compiled: what is recorded are the kernels that run anyway.
 
-**Numerics.** The same kernels on the same numbers. Sums of two gradients of hidden states, for which autograd has a
-kernel of its own, the recorded norms of `FusedDropoutAddNorm` take when they read them, rounded alike. Dropout draws
-new masks in each replay, from PyTorch's generator; not the same ones as without, as recording has drawn some, too.
-Gradients are those of the microbatch, accumulated as ever.
+**Numerics.** The same kernels on the same numbers. Sums of gradients of hidden states, for which autograd has kernels
+of its own, the recorded norms of `FusedDropoutAddNorm` take when they read them: of two readers (as with `Unpadding`)
+rounded alike, of more in another order. Dropout draws new masks in each replay, from PyTorch's generator; not the same
+ones as without, as recording has drawn some, too. Gradients are those of the microbatch, accumulated as ever.
 
 **When it pays.** Where the host is slower than the GPU: large GPUs, small batches or models, compiled or not. For
 BERT-base with 64 reviews on an H200 a step took 55 ms with blocks compiled and no graphs, 21 with those of the layers
@@ -19,7 +19,7 @@ padded to one length have one. With `Unpadding`, `multiple_of=512` leaves a few 
 padding to compute on average; batches padded to their longest want `pad_to_multiple_of`. Other shapes than the first
 `limit` ones that came again run kernel by kernel. With `scope="model"`, a total that was not recorded yet is filled up
 to one that was and is up to an eighth larger, and gets a graph of its own when four batches of such padding have been
-computed: about then it pays for the recording (0.11 to 0.17 s there).
+computed: a recording costs some steps, too (0.11 to 0.17 s there).
 
 **Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers, or with
 `Unpadding` of ModernBERT's. `scope="model"` needs `Unpadding` and a head of transformers' own, called with arguments by

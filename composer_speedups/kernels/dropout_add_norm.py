@@ -108,7 +108,7 @@ def dropout_add_norm_twice(
     """`dropout_add_norm`, eager, and the same tensor once more, for another reader.
 
     Whose gradient is then not added to the first one's by a kernel that reads both and writes a third, but by this one
-    when it reads them: the same sum, rounded as ever.
+    when it reads them: the same sum, rounded as ever, if each tensor has one reader.
     """
     dropped, seeds = _drawn(x, residual, weight, bias, p, x_bias)
     return _DropoutAddNormTwice.apply(x, residual, weight, bias, seeds, dropped, eps, x_bias)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from composer_speedups.kernels.launch import DTYPES, interpreted, on_device, processors, programs_for, rows_of
 from composer_speedups.kernels.partial_sums import add_up
+from composer_speedups.kernels.tensors import plain
 
 __all__ = ["DTYPES", "embedding", "few_kernel", "interpreted", "scatter_kernel"]
 
@@ -113,6 +114,6 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
         (ids,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated once more
+        if torch.is_grad_enabled() or not plain(dy):  # to be differentiated once more, or many at once
             return None, torch.ops.aten.embedding_dense_backward(dy, ids, ctx.number, ctx.padding, False), None
         return None, _gradient(dy, ids, ctx.number, ctx.padding), None

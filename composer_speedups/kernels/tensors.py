@@ -23,7 +23,9 @@ def plain(x: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
     known = type(x) in (torch.Tensor, torch.nn.Parameter) or shape_only(x)
-    return known and not torch._C._are_functorch_transforms_active()
+    forward_mode = torch.autograd.forward_ad._current_level >= 0  # which our functions have no derivatives for
+    # Gradients in a batch of them have no storage.
+    return known and torch._C._has_storage(x) and not forward_mode and not torch._C._are_functorch_transforms_active()
 
 
 def shape_only(x: torch.Tensor) -> bool:

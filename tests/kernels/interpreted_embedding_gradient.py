@@ -66,6 +66,13 @@ def test_a_gradient_of_the_gradient() -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+def test_many_gradients_at_once() -> None:
+    weight = torch.randn(3, 2, requires_grad=True)
+    y = embedding(torch.tensor([0, 2, 2]), weight).sum(0)
+    (found,) = torch.autograd.grad(y, weight, torch.eye(2), is_grads_batched=True)
+    assert found[:, :, 0].tolist() == [[1, 0, 2], [0, 0, 0]]
+
+
 def test_a_frozen_table() -> None:
     assert not embedding(torch.tensor([1]), torch.ones(3, 2)).requires_grad
 

@@ -104,14 +104,36 @@ def test_only_the_gradients_asked_for() -> None:
         assert not joint_linear(linear, x)[0].requires_grad
 
 
-def test_a_gradient_of_the_gradient() -> None:
-    linear, x = [torch.nn.Linear(4, 3) for _ in range(2)], torch.randn(5, 4, requires_grad=True)
+@pytest.mark.parametrize("shape", [(5, 4), (4,), (2, 3, 4)])
+def test_a_gradient_of_the_gradient(shape: tuple[int, ...]) -> None:
+    linear, x = [torch.nn.Linear(4, 3) for _ in range(2)], torch.randn(shape, requires_grad=True)
     bias = linear[0].bias
     found = []
     for outputs in (joint_linear(linear, x), [m(x) for m in linear]):
         first = torch.autograd.grad(sum(y.pow(3).sum() for y in outputs), [x, bias], create_graph=True)
         found.append(torch.autograd.grad(sum(g.square().sum() for g in first), [x, bias, linear[1].weight]))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_many_gradients_at_once() -> None:
+    linear, x = [torch.nn.Linear(8, 16) for _ in range(3)], torch.randn(5, 8, requires_grad=True)
+    bias = linear[0].bias
+    for outputs in (joint_linear(linear, x), [m(x) for m in linear]):
+        sums = torch.cat(list(outputs), -1).sum(0)
+        found = torch.autograd.grad(sums, [x, bias], torch.eye(48), is_grads_batched=True)
+        weight = torch.cat([m.weight for m in linear])
+        torch.testing.assert_close(found[0], weight[:, None].expand(48, 5, 8))
+        assert found[1].equal(5 * torch.eye(48)[:, :16])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # PyTorch's own, of formulas for it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_derivatives_forwards() -> None:
+    linear, x = [torch.nn.Linear(8, 16) for _ in range(3)], torch.randn(5, 8)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        for y, m in zip(joint_linear(linear, dual), linear, strict=True):
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, m.weight.sum(1).expand(5, 16))
 
 
 def test_float64_is_left_to_pytorch() -> None:
