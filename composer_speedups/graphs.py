@@ -77,7 +77,7 @@ class Graphs:
     """Those of one stack of layers, or of one model. A shape is recorded when it comes for the second time.
 
     A model's shapes are totals of tokens: one that is not recorded is filled up to a recorded one, if that is an eighth
-    larger at most, until that has cost what a recording would have.
+    larger at most, until that has cost as much as some steps.
 
     Attributes:
         replayed: how often one was used.

@@ -65,7 +65,7 @@ class Memory:
             if gradient is not None and number not in self.gradients:
                 self.gradients[number] = gradient
         kept = [None if g is None else self.gradients[number] for number, g in enumerate(gradients)]
-        moved = [(k, g) for k, g in zip(kept, gradients, strict=True) if k is not g and k.data_ptr() != g.data_ptr()]
+        moved = [(k, g) for k, g in zip(kept, gradients, strict=True) if k is not g]
         if moved:
             torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
         return kept

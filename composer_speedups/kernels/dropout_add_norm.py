@@ -306,7 +306,7 @@ class _DropoutAddNormTwice(torch.autograd.Function):
     def backward(ctx, dy, more):
         if dy is None:
             dy, more = more, None
-        return (None,) * 8 if dy is None else _gradients(_backward, ctx, dy, *(() if more is None else (more,)))
+        return (None,) * 8 if dy is None else _gradients(_backward, ctx, dy, more)
 
 
 def _gradients(backward, ctx, dy, *more):
