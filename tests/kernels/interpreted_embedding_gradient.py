@@ -39,7 +39,7 @@ def test_matches_float64(width: int, number: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("number", [2, 50])
 @pytest.mark.parametrize("rows", [0, 1, 16, 200])
-def test_any_number_of_tokens(rows: int, number: int) -> None:
+def test_any_number_of_rows(rows: int, number: int) -> None:
     check(embedding, torch.randint(0, number, (rows,)), number, 24)
 
 
