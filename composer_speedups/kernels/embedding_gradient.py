@@ -13,11 +13,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from composer_speedups.kernels.launch import DTYPES, interpreted, on_device, processors, programs_for, rows_of
+from composer_speedups.kernels.launch import on_device, processors, programs_for, rows_of
 from composer_speedups.kernels.partial_sums import add_up
 from composer_speedups.kernels.tensors import plain
 
-__all__ = ["DTYPES", "embedding", "few_kernel", "interpreted", "scatter_kernel"]
+__all__ = ["embedding", "few_kernel", "scatter_kernel"]
 
 _FEW = 4  # rows of a table: its tokens are read once for each
 _COLS, _WARPS = 256, 4

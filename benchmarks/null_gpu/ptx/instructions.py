@@ -282,11 +282,11 @@ def _ld(p: Program, i: Instruction, m: str) -> list[str]:
     space, kind = i.modifiers[0], i.kind
     base, offset = p.address(i.operands[1])
     targets = vector(i.operands[0])
-    if space == "param" and len(targets) == 1 and base[0] == "%":
-        chosen = f"s.parameter_at({p.value(base, 'u32')}, {offset}, np.{numpy_name(kind)}, {m})"
-        return p.put(targets[0], chosen, kind, m)
     if space == "param" and len(targets) == 1:
-        return p.put(targets[0], f"s.parameter({base!r}, {offset}, np.{numpy_name(kind)})", kind, m)
+        found = f"s.parameter({base!r}, {offset}, np.{numpy_name(kind)})"
+        if base[0] == "%":
+            found = f"s.parameter_at({p.value(base, 'u32')}, {offset}, np.{numpy_name(kind)}, {m})"
+        return p.put(targets[0], found, kind, m)
     if space not in ("global", "shared"):
         raise Unsupported("memory")
     where = p.value(base, "u64" if space == "global" else "u32")
