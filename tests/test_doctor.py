@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,9 @@ from composer_speedups.cli import main
 from composer_speedups.doctor import capabilities, examine, memory_need, sizes
 from composer_speedups.recipes import load_recipe
 from composer_speedups.training import run as train
+
+# A size rounded to nothing, which says nothing: "0.00 GiB", not the end of "20.00 GiB".
+NOTHING = re.compile(r"(?<![\d,.])0\.00 ")
 
 
 def machine(capability: str | None = None, flags: tuple[str, ...] = (), kind: str = "x86_64") -> dict:
@@ -95,16 +99,20 @@ def test_memory_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name, size in need.memory.kinds().items():
         line = next(line for line in text.splitlines() if line.startswith(name))
         wanted = f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.1f} MiB"
-        assert wanted in line and "0.00" not in line
+        assert wanted in line and not NOTHING.search(line)
     assert "fits; the largest batch that fits is " in text and need.fits and need.largest >= 16
 
 
-def test_memory_of_a_model_that_fits_any_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_memory_of_a_model_that_fits_any_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 20 * 2**30)  # "20.00 GiB" is not nothing
     tiny = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "intermediate_size": 16}
     BertConfig(vocab_size=64, **tiny).save_pretrained(tmp_path)
     assert main(["doctor", "--model", str(tmp_path), "--batch", "8", "--length", "8"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "fits; so do 16,384 samples, and more were not tried" in text and "0.00 GiB" not in text
+    assert "free here 20.00 GiB" in text and NOTHING.search("weights 0.00 GiB")
+    assert "fits; so do 16,384 samples, and more were not tried" in text and not NOTHING.search(text)
 
 
 @pytest.fixture
