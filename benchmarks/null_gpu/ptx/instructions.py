@@ -6,6 +6,7 @@ down by the last bit of its argument: a test that passes by luck of good roundin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -376,6 +377,56 @@ def _matrix(p: Program, i: Instruction, m: str) -> list[str]:
     lines = [f"found = s.load_matrices({address}, {offset}, {len(names)}, {transposed}, {m})"]
     for place, name in enumerate(names):
         lines += p.put(name, f"found[{place}]", "b32", m)
+    return lines
+
+
+@_emits("mma")
+def _mma(p: Program, i: Instruction, m: str) -> list[str]:
+    kind = i.modifiers[6] if len(i.modifiers) > 6 else ""
+    if (
+        i.modifiers != ("sync", "aligned", "m16n8k16", "row", "col", "f32", kind, kind, "f32")
+        or f"{kind}x2" not in _PAIRS
+    ):
+        raise Unsupported("form")
+    a, b, c = (
+        ", ".join(p.value(name, to) for name in vector(operand))
+        for operand, to in zip(i.operands[1:], ("b32", "b32", "f32"), strict=True)
+    )
+    lines = [f"found = s.multiply([{a}], [{b}], [{c}], {kind!r}, {m})"]
+    for place, name in enumerate(vector(i.operands[0])):
+        lines += p.put(name, f"found[{place}]", "f32", m)
+    return lines
+
+
+@_emits("wgmma")
+def _wgmma(p: Program, i: Instruction, m: str) -> list[str]:
+    if i.modifiers[0] in ("fence", "commit_group", "wait_group"):
+        return []
+    kind = i.kind
+    shape = re.fullmatch(r"m64n(\d+)k16", i.modifiers[3]) if len(i.modifiers) == 7 else None
+    if shape is None or i.modifiers[:3] != ("mma_async", "sync", "aligned") or f"{kind}x2" not in _PAIRS:
+        raise Unsupported("form")
+    if i.modifiers[4:] != ("f32", kind, kind):
+        raise Unsupported("types")
+    target, a, b, adds, *signs_and_sides = i.operands
+    sides = signs_and_sides[2:]  # whether a, if it is in shared memory, and b are transposed
+    if signs_and_sides[:2] != ["1", "1"] or len(sides) != (1 if a[0] == "{" else 2) or set(sides) - {"0", "1"}:
+        raise Unsupported("form")
+    transposed = [side == "1" for side in sides]
+    names = vector(target)
+    if a[0] == "{":
+        left = f"[{', '.join(p.value(name, 'b32') for name in vector(a))}]"
+    else:
+        left = f"s.matrix({p.value(a, 'u64')}, 64, {transposed[0]}, {m})"
+    right = f"s.matrix({p.value(b, 'u64')}, {int(shape[1])}, {transposed[-1]}, {m}).swapaxes(1, 2)"
+    added = f"[{', '.join(p.value(name, 'f32') for name in names)}]"
+    lines = [
+        f"adds = np.broadcast_to({p.value(adds, 'pred')}, s.count)",
+        f"added = [np.where(adds, x, np.float32(0)) for x in {added}]",
+        f"found = s.multiply_group({left}, {right}, added, {kind!r}, {m})",
+    ]
+    for place, name in enumerate(names):
+        lines += p.put(name, f"found[{place}]", "f32", m)
     return lines
 
 

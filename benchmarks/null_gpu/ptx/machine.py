@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.null_gpu.ptx import tensor_cores
 from benchmarks.null_gpu.ptx.copies import Copies
 from benchmarks.null_gpu.ptx.operands import APART
 from benchmarks.null_gpu.ptx.translate import Program
@@ -288,6 +289,35 @@ class _Machine:
         if (np.broadcast_to(members, self.count)[self._active(m)] != 0xFFFFFFFF).any():
             raise Fault("a reduction over some threads of a warp")
         return np.repeat(function.reduce(np.broadcast_to(values, self.count).reshape(-1, 32), axis=1), 32)
+
+    def multiply(self, a: list, b: list, c: list, kind: str, m) -> list[np.ndarray]:
+        self._whole_warps(m)
+        return tensor_cores.multiply(a, b, c, kind, self.count)
+
+    def multiply_group(self, a, b: np.ndarray, c: list, kind: str, m) -> list[np.ndarray]:
+        return tensor_cores.multiply_group(a, b, c, kind, self.count)
+
+    def matrix(self, descriptor, rows: int, transposed: bool, m) -> np.ndarray:
+        """Bits, [groups of warps, rows, 16], of the matrices in shared memory; zeros for groups that do not ask."""
+        size, groups = tensor_cores.GROUP, self.count // tensor_cores.GROUP
+        if self.threads % size:
+            raise Fault(f"{self.threads} threads are no groups of {size}")
+        asks = np.broadcast_to(m, self.count).reshape(groups, size)
+        if (asks.any(1) != asks.all(1)).any():
+            raise Fault("a product of four warps that some of their threads do not reach")
+        own = np.broadcast_to(descriptor, self.count).reshape(groups, size)[asks.any(1)]
+        if (own != own[:, :1]).any():
+            raise Fault("a product of four warps with several matrices")
+        found = np.zeros((groups, rows, 16), np.uint16)
+        first = np.flatnonzero(asks.any(1)) * size
+        places = tensor_cores.matrix_places(own[:, 0], rows, transposed)
+        if (places < 0).any() or (places + 2 > self.bytes).any():
+            raise Fault(f"shared memory has {self.bytes} bytes, and byte {places.max() + 1} is used")
+        places = places + self.shared_start[first][:, None, None]
+        for warp in range(size // 32):  # all four read it all
+            self._touch(places.ravel(), 2, np.repeat(self.warp[first + 32 * warp], rows * 16), writes=False)
+        found[asks.any(1)] = self.shared[2][places // 2]
+        return found
 
     # --- matrices of 8 x 8 elements of 16 bits: thread 8 i + j of a warp has the address of row j of the i-th --------
 
