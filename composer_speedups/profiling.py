@@ -56,8 +56,8 @@ _RULES = tuple(
         (r"^enumerate\(DataLoader\)|DataLoaderIter", "data", True),
         (r"^Optimizer\.|_fused_adam|_foreach_|_amp_(foreach|update)", "optimizer", True),
         (rf"^{_HEAD}$|cross_?entropy|nll_loss|log_?softmax|mse_loss|_FusedLoss", "loss and head", True),
-        (r"scaled_?dot_?product|flash_attention|flash_attn|efficient_?attention|varlen_attention|_PerSequence"
-         r"|softmax|aten::(bmm|baddbmm)|Baddbmm|BmmBackward", "attention", True),
+        (r"scaled_?dot_?product|flash_attention|flash_attn|efficient_?attention|varlen_attention|packed_?attention"
+         r"|_PerSequence|softmax|aten::(bmm|baddbmm)|Baddbmm|BmmBackward", "attention", True),
         (r"layer_?norm|batch_?norm|group_?norm|rms_?norm|add_norm|AddNorm", "norm", True),
         (r"dropout|bernoulli", "dropout", True),
         (r"gelu|relu|silu|swish|tanh|sigmoid|mish|aten::(elu|selu|celu|glu)\b", "activation", True),

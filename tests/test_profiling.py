@@ -71,6 +71,7 @@ slow_activation.register_autograd(lambda ctx, gradient: gradient)
         ("Torch-Compiled Region: 0/0", "compiled"),
         ("triton_poi_fused_native_dropout_3", "dropout"),  # a kernel's name tells more than who made it
         ("composer_speedups::varlen_attention", "attention"),
+        ("_PackedAttentionBackward", "attention"),
         ("composer_speedups::varlen_attention_backward", "attention"),
         ("_PerSequenceBackward", "attention"),
         ("composer_speedups::layer_norm", "norm"),

@@ -3,7 +3,8 @@
 Queries, keys and values are parts of one product of stacked weights (`joint_linear.py`). Attention gives their
 gradients as three tensors; the product's backward pass wants one, and the bias the sums of its rows. PyTorch copies,
 and then reads the copy again to sum it up, which takes as long as the copy: 31 and 32 us on an H200, for 13,312 tokens
-of BERT-base in bf16 (`benchmarks/results/2026-11-26_h200_profiles`). Sums are in float32, in a fixed order.
+of BERT-base in bf16 (`benchmarks/results/2026-11-26_h200_profiles`). Sums are in float32, in a fixed order. Where
+attention has written its gradients beside each other (`packed_attention.py`), they are only summed up.
 
 The work is done by `joined_gradient_triton.py`, on CUDA; elsewhere PyTorch's operations serve.
 """
@@ -35,7 +36,10 @@ def _available(device: torch.device) -> bool:
 
 
 def joined_and_summed(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.cat(gradients, -1)`, and its sum over all but the last dimension, in float32; of what `serves` took."""
+    """`torch.cat(gradients, -1)`, and its sum over all but the last dimension, in float32; of what `serves` took.
+
+    What is one tensor already is not copied.
+    """
     kernels = cuda_side("joined_gradient", gradients[0])
     assert kernels is not None
     return kernels.joined_and_summed(gradients)

@@ -1,4 +1,4 @@
-"""The CUDA side of `joined_gradient.py`: a Triton kernel that copies, and sums up what it copies.
+"""The CUDA side of `joined_gradient.py`: a Triton kernel that copies, and sums up what it copies, or only sums up.
 
 A program has some columns of one part. It loads 16 rows before it stores the first, 8 KB in bf16, and adds up those
 that a thread has, every fourth, by itself: threads exchange nothing, and `partial_sums.py` adds up what is left.
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from composer_speedups.kernels.launch import interpreted, on_device, processors, programs_for, rows_of
 from composer_speedups.kernels.partial_sums import add_up
+from composer_speedups.kernels.tensors import whole_of
 
 __all__ = ["interpreted", "join_kernel", "joined_and_summed"]
 
@@ -26,12 +27,13 @@ def join_kernel(
     first_ptr,  # [rows, width] each, rows `stride` apart
     second_ptr,
     third_ptr,  # read if there are three
-    joined_ptr,  # [rows, PARTS * width], contiguous
+    joined_ptr,  # [rows, PARTS * width], contiguous, written if COPIES
     partial_ptr,  # [programs * SUMS, PARTS * width] float32
     stride,
     rows,
     width,
     PARTS: tl.constexpr,
+    COPIES: tl.constexpr,
     ROWS: tl.constexpr,
     SUMS: tl.constexpr,  # of a program, in each column
     COLS: tl.constexpr,
@@ -50,7 +52,8 @@ def join_kernel(
         row = start + tl.arange(0, ROWS).to(tl.int64)  # 64 bits: rows * PARTS * width may pass 2^31
         mask = (row < rows)[:, None] & (col < width)[None, :]
         g = tl.load(from_ptr + row[:, None] * stride + col[None, :], mask=mask, other=0.0)
-        tl.store(joined_ptr + row[:, None] * (PARTS * width) + part * width + col[None, :], g, mask=mask)
+        if COPIES:
+            tl.store(joined_ptr + row[:, None] * (PARTS * width) + part * width + col[None, :], g, mask=mask)
         total += tl.sum(tl.reshape(g.to(tl.float32), (ROWS // SUMS, SUMS, COLS)), 0)
     own = (program * SUMS + tl.arange(0, SUMS))[:, None]
     tl.store(partial_ptr + own * (PARTS * width) + part * width + col[None, :], total, mask=(col < width)[None, :])
@@ -63,7 +66,8 @@ def joined_and_summed(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, 
         parts = [part.contiguous() for part in parts]
     first, number = parts[0], len(parts)
     rows, width = first.shape
-    joined = torch.empty((*gradients[0].shape[:-1], number * width), dtype=first.dtype, device=first.device)
+    whole = whole_of(gradients)
+    joined = first.new_empty((*gradients[0].shape[:-1], number * width)) if whole is None else whole
     columns = number * triton.cdiv(width, _COLS)
     programs = programs_for(rows, _ROWS, max(2, _PROGRAMS * processors(first.device) // columns))
     partial = torch.empty((programs * _SUMS, number * width), dtype=torch.float32, device=first.device)
@@ -77,6 +81,7 @@ def joined_and_summed(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, 
             rows,
             width,
             PARTS=number,
+            COPIES=whole is None,
             ROWS=_ROWS,
             SUMS=_SUMS,
             COLS=_COLS,

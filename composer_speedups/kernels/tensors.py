@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["MAX_WIDTH", "beside", "compute_dtype", "empty_beside", "plain", "shape_only"]
+__all__ = ["MAX_WIDTH", "beside", "compute_dtype", "empty_beside", "plain", "shape_only", "whole_of"]
 
 # Of the Triton kernels over rows: a whole row is held in registers, 32 elements in each of 256 threads.
 MAX_WIDTH = 8192
@@ -53,13 +53,18 @@ def beside(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     >>> beside(whole.split((1, 2), -1)).data_ptr() == whole.data_ptr()
     True
     """
+    whole = whole_of(tensors)
+    return torch.cat(list(tensors), -1) if whole is None else whole
+
+
+def whole_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The contiguous tensor that they are the parts of, along the last dimension and in this order, if they are."""
     first = tensors[0]
     shape = (*first.shape[:-1], sum(x.shape[-1] for x in tensors))
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     fits = all(n == 1 or a == b for n, a, b in zip(first.shape, first.stride(), strides, strict=True))
-    if fits and all(_follows(a, b, 1) for a, b in pairwise(tensors)):
-        return first.as_strided(shape, strides)
-    return torch.cat(list(tensors), -1)
+    fits = fits and all(_follows(a, b, 1) for a, b in pairwise(tensors))
+    return first.as_strided(shape, strides) if fits else None
 
 
 def empty_beside(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

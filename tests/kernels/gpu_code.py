@@ -28,6 +28,7 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
     torch.int64: "*i64",
 }
 # Of one thread, in the time in which an H200 moves a byte: 132 processors of 128 lanes at 1.755 GHz, and 4.8 TB/s.
@@ -41,13 +42,16 @@ def compile_for(
     constants: Mapping[str, Any],
     warps: int,
     aligned: Collection[str] = (),
+    stages: int | None = None,
 ) -> Any:
     """`kernel` for `sm_<capability>`.
 
     Args:
-        dtypes: of pointers, by their names without `_ptr`. What is neither here nor constant is an int32, or `eps`.
+        dtypes: of pointers, by their names without `_ptr`. What is neither here nor constant is an int32, but for `eps`
+            and `scale`.
         constants: the kernel's `tl.constexpr`.
         aligned: numbers that are multiples of 16; pointers are, if this is given.
+        stages: turns of a loop that are under way; None leaves it to Triton.
     """
 
     def kind(name: str) -> str:
@@ -55,7 +59,7 @@ def compile_for(
             return "constexpr"
         if name.endswith("_ptr"):
             return _POINTERS[dtypes[name.removesuffix("_ptr")]]
-        return "fp32" if name == "eps" else "i32"
+        return "fp32" if name in ("eps", "scale") else "i32"
 
     attributes = {
         (i,): [["tt.divisibility", 16]]
@@ -64,7 +68,8 @@ def compile_for(
     }
     signature = {name: kind(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=dict(constants), attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     assert f".target sm_{capability}" in compiled.asm["ptx"]
     return compiled

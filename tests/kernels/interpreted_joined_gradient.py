@@ -59,6 +59,15 @@ def test_any_strides() -> None:
     check(module.joined_and_summed, [q, wide[:, :64], v[:1].expand(24, 64)])
 
 
+def test_parts_of_one_tensor_are_only_summed_up() -> None:
+    whole = torch.randn(600, 3 * 40).to(BF16)
+    joined, sums = module.joined_and_summed(whole.split(40, -1))
+    assert joined.data_ptr() == whole.data_ptr() and joined.equal(whole)
+    check_sum(sums, whole)
+    for others in (whole.split(40, -1)[::-1], whole[:, 3:].split(39, -1), whole[::2].split(40, -1)):
+        check(module.joined_and_summed, others)
+
+
 def test_repeats_bit_for_bit() -> None:
     parts = parts_of(200, 48)
     assert all(a.equal(b) for a, b in zip(*(module.joined_and_summed(parts) for _ in "ab"), strict=True))

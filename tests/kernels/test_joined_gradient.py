@@ -21,7 +21,7 @@ def compiled_for(capability: int, kernel: str, dtype: torch.dtype = torch.float3
         function, warps = partial_sums.sum_kernel, partial_sums._WARPS
     else:
         dtypes = dict.fromkeys(("first", "second", "third", "joined"), dtype) | {"partial": torch.float32}
-        constants = {"PARTS": 3, "ROWS": cuda._ROWS, "SUMS": cuda._SUMS, "COLS": cuda._COLS}
+        constants = {"PARTS": 3, "COPIES": True, "ROWS": cuda._ROWS, "SUMS": cuda._SUMS, "COLS": cuda._COLS}
         function, warps = cuda.join_kernel, cuda._WARPS
     return compile_for(capability, function, dtypes, constants, warps, aligned=("stride", "width"))
 
