@@ -261,6 +261,7 @@ def attention(device: Any, width: int) -> Iterator[Kernel]:
     import torch
     import torch.nn.functional as F
 
+    from composer_speedups.kernels.packed_attention import packed_attention, serves
     from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
 
     heads, rows = width // 64, 1024 if device.type == "cuda" else 32
@@ -283,6 +284,9 @@ def attention(device: Any, width: int) -> Iterator[Kernel]:
 
     yield Kernel("attention", "attention: PyTorch's SDPA, padded to 256", stock, flops=flops)
     yield Kernel("attention", "attention: variable length, packed", ours, flops=flops)
+    if serves(*packed):
+        triton = lambda: _gradients(packed_attention(*packed, of, of, 0.1), packed, of_packed)  # noqa: E731
+        yield Kernel("attention", "attention: packed, our Triton kernel", triton, flops=flops)
     if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
 
         def cudnn() -> None:

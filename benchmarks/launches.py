@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +134,9 @@ def table(folder: Path) -> str:
 def _made(device: Any, sizes: tuple[int, ...], failed: Failures) -> list[Sweep]:
     """All kernels, each with every number of tokens; one that fails when it is prepared costs the others nothing."""
     found = []
-    for make, tokens in itertools.product((_layer_norm, _dropout_add_norm, _bias_gelu, _cross_entropy), sizes):
+    for make, tokens in itertools.product(
+        (_layer_norm, _dropout_add_norm, _bias_gelu, _cross_entropy, _attention), sizes
+    ):
         name = f"{make.__name__.strip('_')}, {tokens:,} tokens"
         if name not in failed:
             with failed.attempt(name):
@@ -258,3 +260,34 @@ def _cross_entropy(device: Any, tokens: int) -> Iterator[Sweep]:
     yield Sweep("cross-entropy forward", tokens, choices, lambda: triton.forward(logits, labels, -100), size)
     back = lambda: triton.backward(logits, labels, lse, scale, -100, torch.empty_like(logits))  # noqa: E731
     yield Sweep("cross-entropy backward", tokens, choices, back, 2 * size)
+
+
+def _attention(device: Any, tokens: int) -> Iterator[Sweep]:
+    """Over texts of 30 to 256 tokens, dropout 0.1."""
+    import torch
+
+    from composer_speedups.kernels import packed_attention
+    from composer_speedups.kernels import packed_attention_triton as triton
+    from composer_speedups.kernels.varlen_attention import Lengths
+
+    lengths = torch.randint(30, 257, (max(2, tokens // 143),), generator=torch.Generator().manual_seed(1)).tolist()
+    of, heads, scale, dropped = Lengths.of(lengths, device), _WIDTH // 64, 0.125, 6554
+    joint = torch.randn(sum(lengths), 3, heads, 64, device=device).bfloat16()
+    q, k, v = joint.unbind(1)
+    dout = torch.randn(q.shape, device=device).bfloat16()
+    words = packed_attention.draw_words(q, k)
+    forward = lambda: triton.forward(q, k, v, of, of, words, dropped, scale)[0]  # noqa: E731
+    out, sums = triton.forward(q, k, v, of, of, words, dropped, scale)
+
+    def backward() -> Sequence[torch.Tensor]:
+        into = torch.empty_like(joint).unbind(1)
+        triton.backward(dout, q, k, v, out, sums, of, of, words, dropped, scale, into)
+        return into
+
+    def choices(first: str) -> dict[str, tuple[Any, str, tuple[int, ...]]]:
+        tiles = {"queries": (64, 128), "keys": (64, 128), "warps": (4, 8), "stages": (1, 2)}
+        return {name: (triton, f"{first}_{name.upper()}", values) for name, values in tiles.items()}
+
+    size = 2 * q.numel()
+    yield Sweep("attention forward", tokens, choices(""), forward, 4 * size)
+    yield Sweep("attention backward", tokens, choices("_BACK"), backward, 8 * size)

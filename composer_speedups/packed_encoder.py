@@ -16,6 +16,8 @@ from transformers.utils import ModelOutput
 from composer_speedups.compat import attention_dropout
 from composer_speedups.fixed_total import fixed_total
 from composer_speedups.joint_linear import joint_linear
+from composer_speedups.kernels.attention_trial import prefers_packed
+from composer_speedups.kernels.packed_attention import packed_attention
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
 from composer_speedups.packing import Holed, Packing, Valued, counts_of
@@ -92,6 +94,8 @@ class PackedEncoder:
 class PackedAttention:
     """Mixed into a self-attention layer: given a `Packing` as mask, hidden states are [total, width]."""
 
+    timed_attention = False  # whether a kernel of our own may serve on CUDA, where a trial finds it faster
+
     def projections(self) -> tuple[torch.nn.Module, ...]:
         """The layers of queries, keys and values, or the one of all three."""
         raise NotImplementedError
@@ -103,8 +107,10 @@ class PackedAttention:
 
     def attend(self, hidden_states: torch.Tensor, packing: Packing) -> torch.Tensor:
         """[total, width] -> [total, width]: the heads' outputs, beside each other."""
-        dropout, lengths = attention_dropout(self), packing.lengths
-        return varlen_attention(*self.project(hidden_states), lengths, lengths, dropout).flatten(1)
+        dropout, lengths, projected = attention_dropout(self), packing.lengths, self.project(hidden_states)
+        if self.timed_attention and prefers_packed(*projected, lengths, dropout):
+            return packed_attention(*projected, lengths, lengths, dropout).flatten(1)
+        return varlen_attention(*projected, lengths, lengths, dropout).flatten(1)
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[total, width] -> queries, keys and values, [total, heads, width of a head] each."""

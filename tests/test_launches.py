@@ -20,7 +20,7 @@ from composer_speedups.kernels import bias_gelu_triton, cross_entropy, dropout_a
 
 KERNELS = [
     f"{kernel} {direction}"
-    for kernel in ("LayerNorm", "bias + dropout + residual + LayerNorm", "bias + GELU", "cross-entropy")
+    for kernel in ("LayerNorm", "bias + dropout + residual + LayerNorm", "bias + GELU", "cross-entropy", "attention")
     for direction in ("forward", "backward")
 ]
 
@@ -62,7 +62,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launches, "_device", lambda: torch.device("cpu"))
     copy = launches.Sweep("copy", 0, {}, lambda: torch.ones(1), bytes=8)
     monkeypatch.setattr(launches, "_copy", lambda _: copy)
-    names = ("_layer_norm", "_dropout_add_norm", "_bias_gelu", "_cross_entropy")
+    names = ("_layer_norm", "_dropout_add_norm", "_bias_gelu", "_cross_entropy", "_attention")
     for name in names[1:]:
         monkeypatch.setattr(launches, name, lambda *_: iter(()))
 
@@ -148,8 +148,9 @@ def _layer_norm(_, tokens):
 
 
 launches._layer_norm = _layer_norm
+launches._attention = lambda *_: iter(())
 launches._dropout_add_norm = launches._bias_gelu = launches._cross_entropy = lambda *_: iter(())
-launches._dropout_add_norm.__name__ = "none"
+launches._attention.__name__ = launches._dropout_add_norm.__name__ = "none"
 measure, table = launches.measure, launches.table
 """
 

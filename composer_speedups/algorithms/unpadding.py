@@ -24,17 +24,20 @@ completely and needs no knowledge of the model; with both the results are right,
 **Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions; ModernBERT,
 which transformers 4.53 unpads itself where flash-attn is installed; MPNet; or DeBERTa-v2 and -v3 without a convolution.
 It *is* the attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
-attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. On CPUs it is
-C, by AMX, AVX512-BF16, AVX-512 or AVX2 as there are, and else PyTorch's products; a run's table tells which. What MPNet
-and DeBERTa add to scores for distances is C there, too (`kernels/distance_bias.py`, `kernels/disentangled.py`); on
-CUDA, and where they are compiled, their attention alone is padded again. Masks may have holes (not ModernBERT's,
-MPNet's and DeBERTa's, which count what lies between two tokens) or be on the left; only where a head reads the first
-position, and that is padding, the whole batch takes the stock forward pass. So do batches with `output_attentions`,
-`output_hidden_states`, head masks, `inputs_embeds`, masks that are not [rows, length] or hold other numbers than 0 and
-1, with a warning once for each reason. Embeddings and layers must be transformers' own: others may want rows. Hooks on
-them see packed tokens, [tokens, width]: what scales each token works, what mixes rows does not. Your own pooler is
-given rows again, with zeros at padding. In a Trainer's `fit` and `eval` tokens are counted before the batch leaves the
-host; elsewhere, on CUDA, counting waits.
+attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. With
+`timed_attention` a Triton kernel of our own (`kernels/packed_attention.py`; BERT's modules and DistilBERT, heads of 32
+or 64, not compiled) is compared with it on the first tensors of about each size, and has its place where it computes
+the same and takes at most 0.97 of the time; the evidence has both times. Two runs of one seed may then differ in masks.
+On CPUs it is C, by AMX, AVX512-BF16, AVX-512 or AVX2 as there are, and else PyTorch's products; a run's table tells
+which. What MPNet and DeBERTa add to scores for distances is C there, too (`kernels/distance_bias.py`,
+`kernels/disentangled.py`); on CUDA, and where they are compiled, their attention alone is padded again. Masks may have
+holes (not ModernBERT's, MPNet's and DeBERTa's, which count what lies between two tokens) or be on the left; only where
+a head reads the first position, and that is padding, the whole batch takes the stock forward pass. So do batches with
+`output_attentions`, `output_hidden_states`, head masks, `inputs_embeds`, masks that are not [rows, length] or hold
+other numbers than 0 and 1, with a warning once for each reason. Embeddings and layers must be transformers' own: others
+may want rows. Hooks on them see packed tokens, [tokens, width]: what scales each token works, what mixes rows does not.
+Your own pooler is given rows again, with zeros at padding. In a Trainer's `fit` and `eval` tokens are counted before
+the batch leaves the host; elsewhere, on CUDA, counting waits.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
 """
@@ -48,7 +51,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups.algorithms.mixed_precision import low_precision_of
-from composer_speedups.arguments import check_count
+from composer_speedups.arguments import check_count, check_flag
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import (
     DEBERTA,
@@ -65,6 +68,7 @@ from composer_speedups.families import (
     reads_first,
     stack_of,
 )
+from composer_speedups.kernels.attention_trial import verdicts
 from composer_speedups.packed_bert import pack_bert
 from composer_speedups.packed_deberta import pack_deberta
 from composer_speedups.packed_distilbert import pack_distilbert
@@ -87,12 +91,13 @@ _PACK = {  # by family; all others as BERT
 }
 
 
-def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
+def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attention: bool = False) -> int:
     """Let every BERT-like encoder in `model` work on packed tokens, in place; return how many attention layers.
 
     Args:
         model: changed in place.
         multiple_of: the packed tokens of a batch are filled up to a multiple of this, as far as there is padding.
+        timed_attention: on CUDA, in fp16 and bf16, let a kernel of our own attend where a trial finds it faster.
 
     Raises:
         ValueError: `apply_masked_token_head` came first.
@@ -103,7 +108,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
     >>> apply_unpadding(bert), apply_unpadding(bert)
     (3, 0)
     """
-    count = 0
+    count, timed = 0, check_flag("timed_attention", timed_attention)
     owners = _owners(model)
     for encoder in [m for m in model.modules() if _why_not(m, owners.get(id(m))) is None]:
         owner, family = owners.get(id(encoder)), encoder.config.model_type
@@ -114,6 +119,8 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64) -> int:
         anywhere = has_head(owner, heads) and not reads_first(owner)
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
         count += _PACK.get(family, pack_bert)(encoder, owner)
+        for layer in [m for m in encoder.modules() if isinstance(m, PackedAttention)]:
+            layer.timed_attention = timed
     return count
 
 
@@ -122,9 +129,10 @@ class Unpadding(SpeedUp):
 
     Args:
         multiple_of: the packed tokens of a batch are filled up to a multiple of this, as far as there is padding.
+        timed_attention: on CUDA, in fp16 and bf16, let a kernel of our own attend where a trial finds it faster.
 
     >>> Unpadding()
-    Unpadding(multiple_of=64)
+    Unpadding(multiple_of=64, timed_attention=False)
     """
 
     stage = Stage.ATTENTION
@@ -133,20 +141,22 @@ class Unpadding(SpeedUp):
         {
             Event.FIT_START,
             Event.BATCH_START,
+            Event.BATCH_END,
             Event.EVAL_BATCH_START,
             Event.BEFORE_FORWARD,
             Event.EVAL_BEFORE_FORWARD,
         }
     )
 
-    def __init__(self, multiple_of: int = 64) -> None:
+    def __init__(self, multiple_of: int = 64, timed_attention: bool = False) -> None:
         self.multiple_of = check_count("multiple_of", multiple_of)
+        self.timed_attention = check_flag("timed_attention", timed_attention)
         self._told = False  # of labels at padding
 
     def install(self, state: State, logger: Logger) -> None:
         owners = _owners(state.model)
         nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m, owners.get(id(m))))})
-        count = apply_unpadding(state.model, self.multiple_of)
+        count = apply_unpadding(state.model, self.multiple_of, self.timed_attention)
         nothing = nothing or [f"no encoder of {', '.join(UNPADDABLE)} in the model"]
         self.report(logger, count, "; ".join(nothing), counted_on_host=False)
         if heard := sorted({type(m).__name__ for m in _packed_parts(state.model) if hooked(m)}):
@@ -163,11 +173,17 @@ class Unpadding(SpeedUp):
             if self.evidence.get("changed") and not self._told and labels_at_padding(state.batch):
                 self._told = True
                 log.warning("labels at padding are not all -100: their loss is not the padded model's, see the card")
+        elif event is Event.BATCH_END:
+            self._tell(logger, "trials", "; ".join(v.why for v in verdicts()) if self.timed_attention else "")
         elif hand_over(state.batch) and event is Event.BEFORE_FORWARD:
             self.evidence["counted_on_host"] = True
         if event is Event.BEFORE_FORWARD and "kernel" not in self.evidence:
-            self.evidence["kernel"] = _kernel(state)
-            logger.log_hyperparameters({f"{self.key()}/kernel": self.evidence["kernel"]})
+            self._tell(logger, "kernel", _kernel(state))
+
+    def _tell(self, logger: Logger, name: str, value: str) -> None:
+        if value != self.evidence.get(name, ""):
+            self.evidence[name] = value
+            logger.log_hyperparameters({f"{self.key()}/{name}": value})
 
 
 def _kernel(state: State) -> str:
