@@ -284,10 +284,10 @@ def _attention(device: Any, tokens: int) -> Iterator[Sweep]:
         triton.backward(dout, q, k, v, out, sums, of, of, words, dropped, scale, into)
         return into
 
-    def choices(first: str) -> dict[str, tuple[Any, str, tuple[int, ...]]]:
-        tiles = {"queries": (64, 128), "keys": (64, 128), "warps": (4, 8), "stages": (1, 2)}
+    def choices(first: str, keys: tuple[int, ...]) -> dict[str, tuple[Any, str, tuple[int, ...]]]:
+        tiles = {"queries": (64, 128), "keys": keys, "warps": (4, 8), "stages": (1, 2)}
         return {name: (triton, f"{first}_{name.upper()}", values) for name, values in tiles.items()}
 
     size = 2 * q.numel()
-    yield Sweep("attention forward", tokens, choices(""), forward, 4 * size)
-    yield Sweep("attention backward", tokens, choices("_BACK"), backward, 8 * size)
+    yield Sweep("attention forward", tokens, choices("", (32, 64, 128)), forward, 4 * size)
+    yield Sweep("attention backward", tokens, choices("_BACK", (64, 128)), backward, 8 * size)

@@ -54,7 +54,8 @@ def prefers_packed(
 ) -> bool:
     """Whether `packed_attention` is to attend to such tensors; the first ones of about their size are tried.
 
-    In a CUDA graph that is being recorded nothing can be tried: what has not been before is left to flash attention.
+    In a CUDA graph that is being recorded nothing can be tried, nor in inference mode, which knows no gradients: what
+    has not been before is left to flash attention.
     """
     if not q.is_cuda or "flash" not in attention_kernel(q) or not serves(q, k, v):
         return False
@@ -63,7 +64,7 @@ def prefers_packed(
     about = (len(q).bit_length(), lengths.longest.bit_length(), *q.shape[1:], dropout_p > 0)
     key = (q.device, q.dtype, *about)
     if key not in _VERDICTS:
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing() or torch.is_inference_mode_enabled():
             return False
         _VERDICTS[key] = _try(q, k, v, lengths, dropout_p, scale)
         log.info("attention over some %d tokens: %s", len(q), _VERDICTS[key].why)

@@ -68,6 +68,8 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.cuda.graph(graph):
         x = torch.zeros(1, device="cuda") + 1
         assert not module.prefers_packed(q, k, v, lengths, 0.1) and not module.verdicts(), "nothing is tried there"
+    with torch.inference_mode():
+        assert not module.prefers_packed(*(y.clone() for y in (q, k, v)), lengths, 0.1) and not module.verdicts()
     torch.manual_seed(3)
     own = module.prefers_packed(q, k, v, lengths, 0.1)
     after = torch.rand(2, device="cuda")
