@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from composer_speedups.compat import attention_dropout
 from composer_speedups.fixed_total import fixed_total
 from composer_speedups.joint_linear import joint_linear
-from composer_speedups.kernels.attention_trial import prefers_packed
+from composer_speedups.kernels.attention_trial import Trials
 from composer_speedups.kernels.packed_attention import packed_attention
 from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
@@ -94,7 +94,7 @@ class PackedEncoder:
 class PackedAttention:
     """Mixed into a self-attention layer: given a `Packing` as mask, hidden states are [total, width]."""
 
-    timed_attention = False  # whether a kernel of our own may serve on CUDA, where a trial finds it faster
+    trials: Trials | None = None  # on CUDA, a kernel of our own serves where they find it right and faster
 
     def projections(self) -> tuple[torch.nn.Module, ...]:
         """The layers of queries, keys and values, or the one of all three."""
@@ -108,7 +108,7 @@ class PackedAttention:
     def attend(self, hidden_states: torch.Tensor, packing: Packing) -> torch.Tensor:
         """[total, width] -> [total, width]: the heads' outputs, beside each other."""
         dropout, lengths, projected = attention_dropout(self), packing.lengths, self.project(hidden_states)
-        if self.timed_attention and prefers_packed(*projected, lengths, dropout):
+        if self.trials is not None and self.trials.prefer_packed(*projected, lengths, dropout):
             return packed_attention(*projected, lengths, lengths, dropout).flatten(1)
         return varlen_attention(*projected, lengths, lengths, dropout).flatten(1)
 

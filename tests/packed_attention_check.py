@@ -62,7 +62,7 @@ def check(
     if p:
         torch.manual_seed(5)
         here = [Lengths.of(lengths.host.tolist()) for lengths in (queries, keys)]
-        keep = module.kept_by_torch(module.draw_words(q, k).cpu(), *here, round(p * 65536)).to(q.device)
+        keep = module.kept_by_torch(module.draw_words(q, k).cpu(), *here, p).to(q.device)
         p = round(p * 65536) / 65536
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     wanted = _exact(*wide, queries, keys, keep, p, q.shape[-1] ** -0.5 if scale is None else scale)

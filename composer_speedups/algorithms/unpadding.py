@@ -68,7 +68,7 @@ from composer_speedups.families import (
     reads_first,
     stack_of,
 )
-from composer_speedups.kernels.attention_trial import verdicts
+from composer_speedups.kernels.attention_trial import Trials
 from composer_speedups.packed_bert import pack_bert
 from composer_speedups.packed_deberta import pack_deberta
 from composer_speedups.packed_distilbert import pack_distilbert
@@ -95,7 +95,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
     """Let every BERT-like encoder in `model` work on packed tokens, in place; return how many attention layers.
 
     Args:
-        model: changed in place.
+        model: changed in place; an encoder that does so already stays as it is.
         multiple_of: the packed tokens of a batch are filled up to a multiple of this, as far as there is padding.
         timed_attention: on CUDA, in fp16 and bf16, let a kernel of our own attend where a trial finds it faster.
 
@@ -108,7 +108,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
     >>> apply_unpadding(bert), apply_unpadding(bert)
     (3, 0)
     """
-    count, timed = 0, check_flag("timed_attention", timed_attention)
+    count, trials = 0, Trials() if check_flag("timed_attention", timed_attention) else None
     owners = _owners(model)
     for encoder in [m for m in model.modules() if _why_not(m, owners.get(id(m))) is None]:
         owner, family = owners.get(id(encoder)), encoder.config.model_type
@@ -120,7 +120,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
         count += _PACK.get(family, pack_bert)(encoder, owner)
         for layer in [m for m in encoder.modules() if isinstance(m, PackedAttention)]:
-            layer.timed_attention = timed
+            layer.trials = trials
     return count
 
 
@@ -151,12 +151,13 @@ class Unpadding(SpeedUp):
     def __init__(self, multiple_of: int = 64, timed_attention: bool = False) -> None:
         self.multiple_of = check_count("multiple_of", multiple_of)
         self.timed_attention = check_flag("timed_attention", timed_attention)
-        self._told = False  # of labels at padding
+        self._told, self._trials = False, None  # of labels at padding; the trials of attention
 
     def install(self, state: State, logger: Logger) -> None:
         owners = _owners(state.model)
         nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m, owners.get(id(m))))})
         count = apply_unpadding(state.model, self.multiple_of, self.timed_attention)
+        self._trials = next((m.trials for m in state.model.modules() if isinstance(m, PackedAttention)), None)
         nothing = nothing or [f"no encoder of {', '.join(UNPADDABLE)} in the model"]
         self.report(logger, count, "; ".join(nothing), counted_on_host=False)
         if heard := sorted({type(m).__name__ for m in _packed_parts(state.model) if hooked(m)}):
@@ -174,7 +175,7 @@ class Unpadding(SpeedUp):
                 self._told = True
                 log.warning("labels at padding are not all -100: their loss is not the padded model's, see the card")
         elif event is Event.BATCH_END:
-            self._tell(logger, "trials", "; ".join(v.why for v in verdicts()) if self.timed_attention else "")
+            self._tell(logger, "trials", self._trials.said() if self._trials else "")
         elif hand_over(state.batch) and event is Event.BEFORE_FORWARD:
             self.evidence["counted_on_host"] = True
         if event is Event.BEFORE_FORWARD and "kernel" not in self.evidence:

@@ -42,6 +42,8 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `packed_attention` takes them, [tokens, heads, width]."""
     if torch.compiler.is_compiling() or q.dtype not in _DTYPES or q.shape[-1] not in _WIDTHS:
         return False
+    if any((x.dtype, x.device, x.shape[1:]) != (q.dtype, q.device, q.shape[1:]) for x in (k, v)):
+        return False
     if not all(plain(x) and not shape_only(x) and x.stride(-1) == 1 for x in (q, k, v)):
         return False
     return _available(q.device) and cuda_side("packed_attention", q) is not None
@@ -62,22 +64,31 @@ def packed_attention(
     keys: Lengths,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    words: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `varlen_attention`, for what `serves`. No second derivatives.
+    """As `varlen_attention`, for what `serves`. No second derivatives, and no gradients in batches of them.
+
+    Args:
+        words: of `draw_words`, to make the same mask again; None draws new ones.
 
     Raises:
         ValueError: `dropout_p` of 1, a scale that is not above 0, or more than 65,535 sequences.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dropped = round(realised(dropout_p) * _STEPS) if dropout_p else 0
+    dropped = _dropped(dropout_p)
     if dropped == _STEPS:
         raise ValueError(f"dropout_p is a probability from 0 to below 1, got {dropout_p}")
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
     if len(queries.host) > MOST_SEQUENCES:
         raise ValueError(f"at most {MOST_SEQUENCES:,} sequences fit in a launch, got {len(queries.host):,}")
-    words = draw_words(q, k) if dropped else None
+    if words is None or not dropped:
+        words = draw_words(q, k) if dropped else None
     return _PackedAttention.apply(q, k, v, queries, keys, words, dropped, scale)
+
+
+def _dropped(p: float) -> int:
+    return round(realised(p) * _STEPS) if p else 0
 
 
 def draw_words(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -100,16 +111,22 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: torch.Tensor):
-        q, k, v, out, sums, words = ctx.saved_tensors
+        if not plain(dout):
+            raise NotImplementedError(
+                "our attention kernel has no gradients in batches of them: use Unpadding(timed_attention=False)"
+            )
+        # As the kernels read them, also where somebody else has kept them.
+        q, k, v, *others = ctx.saved_tensors
+        *parts, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, dout))
+        out, sums, words = (None if x is None else x.contiguous() for x in others)
         queries, keys, dropped, scale = ctx.arguments
-        into = empty_beside(q, k, v) if len(q) == len(k) else tuple(map(torch.empty_like, (q, k, v)))
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        into = empty_beside(*parts) if len(q) == len(k) else tuple(map(torch.empty_like, parts))
         kernels = cuda_side("packed_attention", q)
-        kernels.backward(dout, q, k, v, out, sums, queries, keys, words, dropped, scale, into)
+        kernels.backward(dout, *parts, out, sums, queries, keys, words, dropped, scale, into)
         return *into, *[None] * 5
 
 
-def kept_by_torch(words: torch.Tensor, queries: Lengths, keys: Lengths, dropped: int) -> torch.Tensor:
+def kept_by_torch(words: torch.Tensor, queries: Lengths, keys: Lengths, dropout_p: float) -> torch.Tensor:
     """The mask's meaning: bool [sequences, heads, longest of queries, longest of keys], True where a score is kept.
 
     Odd numbers have inverses modulo 2^32: for any word of a query, the product is as uniform over the odd numbers as
@@ -122,4 +139,4 @@ def kept_by_torch(words: torch.Tensor, queries: Lengths, keys: Lengths, dropped:
         return words[end].T[token].transpose(1, 2).long() | 1  # [sequences, heads, longest]
 
     product = of(queries, 0)[..., None] * of(keys, 1)[..., None, :]  # modulo 2^64, of which 2^32 is a part
-    return product & 0xFFFFFFFF >= dropped * _STEPS
+    return product & 0xFFFFFFFF >= _dropped(dropout_p) * _STEPS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -112,11 +113,37 @@ def test_gradients_lie_as_their_tensors_do() -> None:
     assert beside(gradients).data_ptr() == gradients[0].data_ptr()
 
 
+def test_what_was_kept_may_come_back_in_another_layout() -> None:
+    lengths = Lengths.of([9, 70])
+    parts = tensors(lengths, 2, 32, torch.float16)
+    found = []
+    across = (lambda x: x.transpose(0, -1).contiguous(), lambda x: x.transpose(0, -1))
+    for hooks in (nullcontext(), torch.autograd.graph.saved_tensors_hooks(*across)):
+        torch.manual_seed(2)
+        with hooks:
+            out = module.packed_attention(*parts, lengths, lengths, 0.2)
+        found.append(torch.autograd.grad(out, parts, torch.ones_like(out), retain_graph=True))
+        assert all(
+            a.equal(b) for a, b in zip(found[-1], torch.autograd.grad(out, parts, torch.ones_like(out)), strict=True)
+        )
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+def test_many_gradients_at_once_are_refused() -> None:
+    lengths = Lengths.of([5])
+    parts = tensors(lengths, 1, 32, torch.float16)
+    out = module.packed_attention(*parts, lengths, lengths)
+    with pytest.raises(NotImplementedError, match=r"in batches of them: use Unpadding\(timed_attention=False\)"):
+        torch.autograd.grad(out, parts, torch.ones(2, *out.shape).half(), is_grads_batched=True)
+
+
 def test_what_it_leaves_to_others() -> None:
     q, k, v = tensors(Lengths.of([4]), 1, 32, torch.float16)
     assert module.serves(q, k, v)
     for other in (q.float(), q.double(), q[..., :16], torch.cat([q] * 4, -1)):
         assert not module.serves(other, other, other)
+    for others in ((k.float(), v.float()), (k, v.to(torch.bfloat16)), (k.expand(-1, 2, -1), v)):
+        assert not module.serves(q, *others)
     with torch.autograd.forward_ad.dual_level():
         assert not module.serves(q, k, v)
     one, many = Lengths.of([4]), Lengths.of([0] * 65536)

@@ -61,7 +61,7 @@ def masks(p: float) -> torch.Tensor:
     """[sequences, queries, keys], in float32: what was dropped less its mean, over its deviation."""
     lengths = Lengths.of([128] * 600)
     words = torch.randint(-(1 << 31), 1 << 31, (2, 1, 128 * 600), dtype=torch.int32)
-    dropped = ~module.kept_by_torch(words, lengths, lengths, round(p * 65536)).squeeze(1)
+    dropped = ~module.kept_by_torch(words, lengths, lengths, p).squeeze(1)
     p = round(p * 65536) / 65536
     return (dropped.float() - p) / math.sqrt(p * (1 - p))
 
@@ -94,7 +94,7 @@ def test_masks_are_as_of_independent_scores(p: float) -> None:
 def test_masks_of_heads_and_sequences_differ() -> None:
     lengths = Lengths.of([64, 64])
     words = torch.randint(-(1 << 31), 1 << 31, (2, 2, 256), dtype=torch.int32)
-    kept = module.kept_by_torch(words, lengths, lengths, 32768)
+    kept = module.kept_by_torch(words, lengths, lengths, 0.5)
     for a, b in itertools.combinations(kept.flatten(0, 1), 2):
         assert 0.4 < (a == b).float().mean() < 0.6
 
