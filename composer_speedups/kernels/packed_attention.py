@@ -82,8 +82,10 @@ def packed_attention(
         raise ValueError(f"scale must be above 0, got {scale}")
     if len(queries.host) > MOST_SEQUENCES:
         raise ValueError(f"at most {MOST_SEQUENCES:,} sequences fit in a launch, got {len(queries.host):,}")
-    if words is None or not dropped:
-        words = draw_words(q, k) if dropped else None
+    if not dropped:
+        words = None
+    elif words is None:
+        words = draw_words(q, k)
     return _PackedAttention.apply(q, k, v, queries, keys, words, dropped, scale)
 
 

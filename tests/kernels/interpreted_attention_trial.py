@@ -31,7 +31,7 @@ def trial(lengths: list[int] = LENGTHS, change=lambda q, k, v: (q, k, v)) -> mod
     return module._Trial(*change(*(x.detach() for x in tensors(of, 2, 32, torch.float16))), of)
 
 
-@pytest.mark.parametrize("p", [0.0, 1e-9, 0.01, 0.2, 0.9])
+@pytest.mark.parametrize("p", [0.0, 1e-9, 0.9])
 def test_nothing_is_wrong_with_rows_of_any_length(p: float) -> None:
     assert trial().fault(p) is None
 
@@ -48,10 +48,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("name", CHANGES)
-def test_nor_with_numbers_of_any_kind(name: str, p: float) -> None:
-    assert trial(change=CHANGES[name]).fault(p) is None
+def test_nor_with_numbers_of_any_kind(name: str) -> None:
+    assert trial(change=CHANGES[name]).fault(0.2) is None, "which looks without dropout first"
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [0, 2, 0]])
@@ -94,11 +93,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("offset", [0.0, 3.0])
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_found(name: str, offset: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where what values have in common outweighs what they differ in."""
+def test_planted_faults_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what values have in common outweighs what they differ in."""
     old, new, said = FAULTS[name]
     monkeypatch.setattr(kernels, "cuda_side", lambda *_: mutant)
     mutant = triton_mutant(cuda, old, new, tmp_path)
-    assert said in trial(change=lambda q, k, v: (q, k, v + offset * torch.randn_like(v[:1]))).fault(0.2)
+    assert said in trial(change=lambda q, k, v: (q, k, v + 3 * torch.randn_like(v[:1]))).fault(0.2)
