@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.fast_dropout import fast_dropout_mask, realised
+from composer_speedups.kernels.fast_dropout import dropped_of, fast_dropout_mask, realised
 from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
@@ -118,7 +118,7 @@ def _drawn(x, residual, weight, bias, p: float, x_bias) -> tuple[int, torch.Tens
     """How many of `_STEPS` are dropped, and the keys of which; an error says what the kernels do not take."""
     if (reason := why_not(x, residual, weight, bias, p, x_bias)) is not None:
         raise ValueError(f"dropout_add_norm: {reason}")
-    dropped = round(realised(p) * _STEPS)
+    dropped = dropped_of(p)
     return dropped, torch.randint(0, 1 << 32, (2,), device=x.device) if dropped else None
 
 

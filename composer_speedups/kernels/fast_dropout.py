@@ -27,6 +27,7 @@ from composer_speedups.kernels.tensors import plain, shape_only
 
 __all__ = [
     "draw_keys",
+    "dropped_of",
     "fast_dropout",
     "fast_dropout_mask",
     "keep_by_torch",
@@ -50,7 +51,7 @@ def realised(p: float) -> float:
     >>> realised(0.5), realised(1e-9) > 0, realised(1.0)
     (0.5, True, 1.0)
     """
-    return _dropped(p) / _STEPS
+    return dropped_of(p) / _STEPS
 
 
 def draw_keys() -> Keys:
@@ -86,9 +87,9 @@ def fast_dropout(x: torch.Tensor, p: float, training: bool = True, inplace: bool
     if not 0 <= p < 1 or not x.is_cpu or not x.is_floating_point() or x.numel() > _MOST or not plain(x):
         return torch.nn.functional.dropout(x, p, training, inplace)
     if compiling:
-        out = _by_torch(x, torch.randint(0, 1 << 32, (2,), device="cpu").unbind(), _dropped(p))
+        out = _by_torch(x, torch.randint(0, 1 << 32, (2,), device="cpu").unbind(), dropped_of(p))
         return x.copy_(out) if inplace else out
-    return _Dropout.apply(x, draw_keys(), _dropped(p), inplace)
+    return _Dropout.apply(x, draw_keys(), dropped_of(p), inplace)
 
 
 def fast_dropout_mask(
@@ -117,10 +118,10 @@ def fast_dropout_mask(
         return torch.full(tuple(shape), 1 - int(p), dtype=dtype)
     keys = draw_keys() if keys is None else keys
     if dtype == torch.bool or dtype not in _KERNELS or native() is None:
-        keep = _keep(size, keys, _dropped(p)).view(tuple(shape))
+        keep = _keep(size, keys, dropped_of(p)).view(tuple(shape))
         return keep if dtype == torch.bool else keep.to(dtype).mul_(1 / (1 - realised(p)))
     mask = torch.ones(tuple(shape), dtype=dtype, device="cpu")
-    return _native(mask, mask, keys, _dropped(p))
+    return _native(mask, mask, keys, dropped_of(p))
 
 
 def keep_by_torch(size: int, keys: Sequence[int | torch.Tensor], dropped: int) -> torch.Tensor:
@@ -149,7 +150,7 @@ def native(library: ctypes.CDLL) -> bool:
     return torch.equal(probe, keep_by_torch(len(probe), keys, 6554))
 
 
-def _dropped(p: float) -> int:
+def dropped_of(p: float) -> int:
     """How many of the 65536 values of an element's bits drop it. Never none and never all, if 0 < p < 1."""
     return round(p * _STEPS) if p in (0, 1) else min(max(round(p * _STEPS), 1), _STEPS - 1)
 

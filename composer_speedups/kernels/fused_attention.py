@@ -20,7 +20,7 @@ from functools import cache, partial
 
 import torch
 
-from composer_speedups.kernels.fast_dropout import keep_by_torch, realised
+from composer_speedups.kernels.fast_dropout import dropped_of, keep_by_torch, realised
 from composer_speedups.kernels.native import load, without_modes
 from composer_speedups.kernels.tensors import empty_beside, plain, shape_only
 
@@ -184,7 +184,7 @@ def _call(
         raise ValueError(f"a window needs as many queries as keys, got {queries} and {keys}")
     call = _Call(sequences=len(keys), heads=heads, width=width, scale=scale, window=window)
     call.threads = torch.get_num_threads()
-    dropped = round(realised(dropout_p) * _STEPS)
+    dropped = dropped_of(dropout_p)
     call.least, call.keep = dropped - _STEPS // 2, _STEPS / (_STEPS - dropped)
     lengths = [(ctypes.c_int32 * len(x))(*x) for x in (queries, keys)]
     call.queries, call.keys = (ctypes.addressof(x) for x in lengths)
@@ -273,7 +273,7 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int, biased: bool)
         shape = (heads, len(qi), len(ki))
         own_scores = partial(scores_of, shape=shape, first=row, dtype=dtype)
         own = ((seeds[0] + element * 0x9E3779B9) % (1 << 32), seeds[1])
-        stays = keep_by_torch(math.prod(shape), own, round(realised(p) * _STEPS)).view(shape)
+        stays = keep_by_torch(math.prod(shape), own, dropped_of(p)).view(shape)
         element += (math.prod(shape) + 1) // 2
         row += heads * len(qi) * filled(dtype, len(ki))
         seen = torch.ones(shape, dtype=torch.bool, device="cpu") if window < 0 else band(len(ki), window).expand(shape)

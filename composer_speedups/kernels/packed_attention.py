@@ -23,7 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from composer_speedups.compilation import missing_kernel
-from composer_speedups.kernels.fast_dropout import realised
+from composer_speedups.kernels.fast_dropout import dropped_of
 from composer_speedups.kernels.tensors import empty_beside, plain, shape_only
 from composer_speedups.kernels.two_sides import cuda_side
 
@@ -75,7 +75,7 @@ def packed_attention(
         ValueError: `dropout_p` of 1, a scale that is not above 0, or more than 65,535 sequences.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dropped = _dropped(dropout_p)
+    dropped = dropped_of(dropout_p)
     if dropped == _STEPS:
         raise ValueError(f"dropout_p is a probability from 0 to below 1, got {dropout_p}")
     if not scale > 0:
@@ -87,10 +87,6 @@ def packed_attention(
     elif words is None:
         words = draw_words(q, k)
     return _PackedAttention.apply(q, k, v, queries, keys, words, dropped, scale)
-
-
-def _dropped(p: float) -> int:
-    return round(realised(p) * _STEPS) if p else 0
 
 
 def draw_words(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -141,4 +137,4 @@ def kept_by_torch(words: torch.Tensor, queries: Lengths, keys: Lengths, dropout_
         return words[end].T[token].transpose(1, 2).long() | 1  # [sequences, heads, longest]
 
     product = of(queries, 0)[..., None] * of(keys, 1)[..., None, :]  # modulo 2^64, of which 2^32 is a part
-    return product & 0xFFFFFFFF >= _dropped(dropout_p) * _STEPS
+    return product & 0xFFFFFFFF >= dropped_of(dropout_p) * _STEPS

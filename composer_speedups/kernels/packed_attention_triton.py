@@ -161,7 +161,7 @@ def attention_backward_kernel(
     queries_ptr,
     keys_ptr,
     words_ptr,
-    dq_ptr,  # as q, strides as named; dk and dv have one another's
+    dq_ptr,  # as q, strides as named, as dk and dv
     dk_ptr,
     dv_ptr,
     q_stride,
@@ -178,7 +178,7 @@ def attention_backward_kernel(
     dk_head_stride,
     dv_stride,
     dv_head_stride,
-    room,  # for the tokens of a head, and for a tile more
+    room,
     scale,
     blocks,  # of keys: so many programs have keys, and those after them queries
     DROPPED: tl.constexpr,
@@ -226,15 +226,10 @@ def attention_backward_kernel(
                 dp = tl.where(keep, dp, 0.0)
             dv = tl.dot(held.to(dout.dtype), dout, dv)
             dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk)
-        _put(
-            dk_ptr + head * dk_head_stride,
-            begin_k + key,
-            key < n_k,
-            dk_stride,
-            dk * (scale * of_exponent * kept),
-            WIDTH,
-        )
-        _put(dv_ptr + head * dv_head_stride, begin_k + key, key < n_k, dv_stride, dv * kept, WIDTH)
+        dk_ptr += head * dk_head_stride
+        dv_ptr += head * dv_head_stride
+        _put(dk_ptr, begin_k + key, key < n_k, dk_stride, dk * (scale * of_exponent * kept), WIDTH)
+        _put(dv_ptr, begin_k + key, key < n_k, dv_stride, dv * kept, WIDTH)
     else:
         start = (block - blocks) * QUERIES
         if start >= n_q:
@@ -259,7 +254,8 @@ def attention_backward_kernel(
                 of_keys = tl.load(_words(words_ptr, room, 1) + begin_k + key)
                 dp = tl.where(_keep(of_queries, of_keys, DROPPED), dp, 0.0)
             dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq)
-        _put(dq_ptr + head * dq_head_stride, begin_q + at, real, dq_stride, dq * (scale * of_exponent * kept), WIDTH)
+        dq_ptr += head * dq_head_stride
+        _put(dq_ptr, begin_q + at, real, dq_stride, dq * (scale * of_exponent * kept), WIDTH)
 
 
 def forward(q, k, v, queries, keys, words, dropped: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

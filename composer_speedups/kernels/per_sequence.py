@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from composer_speedups.kernels import fused_attention as fused
-from composer_speedups.kernels.fast_dropout import draw_keys, keep_by_torch, realised
+from composer_speedups.kernels.fast_dropout import draw_keys, dropped_of, keep_by_torch, realised
 from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import shape_only
 
@@ -311,7 +311,7 @@ def _softmax(scores, kept, seeds: Keys, dropout_p: float, scale: float) -> torch
     keep = 1 / (1 - realised(dropout_p))
     library = native() if scores.dtype in _NAMES else None
     if library is not None:
-        n, least = scores.shape[-1], round(realised(dropout_p) * _STEPS) - _STEPS // 2
+        n, least = scores.shape[-1], dropped_of(dropout_p) - _STEPS // 2
         pointers, threads = (scores.data_ptr(), kept.data_ptr()), torch.get_num_threads()
         call = getattr(library, f"forward_{_NAMES[scores.dtype]}")
         call(*pointers, scores.numel() // n, n, *seeds, least, scale, keep, threads)
@@ -319,7 +319,7 @@ def _softmax(scores, kept, seeds: Keys, dropout_p: float, scale: float) -> torch
     wide = torch.promote_types(scores.dtype, torch.float32)
     p = torch.softmax(scores.to(wide) * scale, -1)
     if dropout_p:
-        stays = keep_by_torch(p.numel(), seeds, round(realised(dropout_p) * _STEPS)).view(p.shape)
+        stays = keep_by_torch(p.numel(), seeds, dropped_of(dropout_p)).view(p.shape)
         p = torch.where(stays, p, -p)
     kept.copy_(p.relu() * keep)
     return p.to(scores.dtype)

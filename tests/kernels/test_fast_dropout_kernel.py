@@ -103,12 +103,12 @@ def test_faulty_bits_fail(fault: dict) -> None:
 def test_c_and_torch_agree_bit_for_bit(size: int) -> None:
     for keys in (KEYS, (0, 0), (2**32 - 1, 2**32 - 1)):
         for p in (1e-9, 0.1, 0.5, 0.999999):
-            expected = keep_by_torch(size, keys, module._dropped(p))
+            expected = keep_by_torch(size, keys, module.dropped_of(p))
             assert torch.equal(fast_dropout_mask((size,), p, torch.bool, keys), expected)
             for dtype in (torch.float32, torch.bfloat16):
                 x = torch.randn(size).to(dtype)
-                native = module._native(x, torch.empty_like(x), keys, module._dropped(p))
-                assert torch.equal(native, module._by_torch(x, keys, module._dropped(p)))
+                native = module._native(x, torch.empty_like(x), keys, module.dropped_of(p))
+                assert torch.equal(native, module._by_torch(x, keys, module.dropped_of(p)))
 
 
 def test_chunks_join_without_a_seam(monkeypatch) -> None:
@@ -157,7 +157,7 @@ def test_matches_float64(dtype: torch.dtype, p: float, bits_by: str) -> None:
     out = fast_dropout(x, p)
     out.backward(gradient)
     torch.manual_seed(2)
-    keep = keep_by_torch(x.numel(), draw_keys(), module._dropped(p)).view(x.shape)
+    keep = keep_by_torch(x.numel(), draw_keys(), module.dropped_of(p)).view(x.shape)
     scale = 1 / (1 - realised(p))
     # The scale is rounded to float32 at worst, the product once to the dtype.
     tolerance = dict(rtol=torch.finfo(dtype).eps / 2 + 2**-24 * (dtype != torch.float64), atol=0)

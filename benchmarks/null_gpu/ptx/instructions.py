@@ -56,6 +56,11 @@ def _arguments(p: Program, i: Instruction, kind: str, count: int) -> list[str]:
     return [_flushed(i, p.value(operand, kind)) for operand in i.operands[1:]]
 
 
+def _put_found(p: Program, operand: str, kind: str, m: str) -> list[str]:
+    """Each of what was `found` into its register of the vector `operand`."""
+    return [line for i, name in enumerate(vector(operand)) for line in p.put(name, f"found[{i}]", kind, m)]
+
+
 def _of_pairs(p: Program, i: Instruction, m: str) -> list[str]:
     """On two 16-bit floats each. Sums and products are rounded in float32 without harm to the second rounding."""
     _only(i, "rn")
@@ -336,9 +341,7 @@ def _atom(p: Program, i: Instruction, m: str) -> list[str]:
     kind = "np.uint16" if i.kind == "bf16" else f"np.{numpy_name(i.kind)}"
     ways = ", wide_bf16, to_bf16" if i.kind == "bf16" else ""
     lines = [f"found = s.add_global({p.value(base, 'u64')}, {offset}, {kind}, [{values}], {m}{ways})"]
-    for place, target in enumerate(vector(operands[0])):
-        lines += p.put(target, f"found[{place}]", i.kind, m)
-    return lines
+    return lines + _put_found(p, operands[0], i.kind, m)
 
 
 @_emits("shfl")
@@ -375,9 +378,7 @@ def _matrix(p: Program, i: Instruction, m: str) -> list[str]:
         values = ", ".join(p.value(name, "b32") for name in names)
         return [f"s.store_matrices({address}, {offset}, [{values}], {transposed}, {m})"]
     lines = [f"found = s.load_matrices({address}, {offset}, {len(names)}, {transposed}, {m})"]
-    for place, name in enumerate(names):
-        lines += p.put(name, f"found[{place}]", "b32", m)
-    return lines
+    return lines + _put_found(p, registers, "b32", m)
 
 
 @_emits("mma")
@@ -393,9 +394,7 @@ def _mma(p: Program, i: Instruction, m: str) -> list[str]:
         for operand, to in zip(i.operands[1:], ("b32", "b32", "f32"), strict=True)
     )
     lines = [f"found = s.multiply([{a}], [{b}], [{c}], {kind!r}, {m})"]
-    for place, name in enumerate(vector(i.operands[0])):
-        lines += p.put(name, f"found[{place}]", "f32", m)
-    return lines
+    return lines + _put_found(p, i.operands[0], "f32", m)
 
 
 @_emits("wgmma")
@@ -413,21 +412,18 @@ def _wgmma(p: Program, i: Instruction, m: str) -> list[str]:
     if signs_and_sides[:2] != ["1", "1"] or len(sides) != (1 if a[0] == "{" else 2) or set(sides) - {"0", "1"}:
         raise Unsupported("form")
     transposed = [side == "1" for side in sides]
-    names = vector(target)
     if a[0] == "{":
         left = f"[{', '.join(p.value(name, 'b32') for name in vector(a))}]"
     else:
         left = f"s.matrix({p.value(a, 'u64')}, 64, {transposed[0]}, {m})"
     right = f"s.matrix({p.value(b, 'u64')}, {int(shape[1])}, {transposed[-1]}, {m}).swapaxes(1, 2)"
-    added = f"[{', '.join(p.value(name, 'f32') for name in names)}]"
+    added = f"[{', '.join(p.value(name, 'f32') for name in vector(target))}]"
     lines = [
         f"adds = np.broadcast_to({p.value(adds, 'pred')}, s.count)",
         f"added = [np.where(adds, x, np.float32(0)) for x in {added}]",
         f"found = s.multiply_group({left}, {right}, added, {kind!r}, {m})",
     ]
-    for place, name in enumerate(names):
-        lines += p.put(name, f"found[{place}]", "f32", m)
-    return lines
+    return lines + _put_found(p, target, "f32", m)
 
 
 @_emits("bar", "barrier")
