@@ -2,12 +2,15 @@
 
     python3 -m benchmarks.gpu --out results
 
-Then, with what time is left, more repetitions of what decides, and how the kernels are launched best here
-(`launches.py`):
+Then, with what time is left, more repetitions of what decides, how the kernels are launched best here (`launches.py`),
+and where a step's time goes (`profiles.py`):
 
     python3 -m benchmarks.gpu --parts training --first 10 --minutes 9 --out more
     python3 -m benchmarks.gpu --parts launches --minutes 6 --out sizes
     python3 -m benchmarks.gpu --parts quality --minutes 4 --out quality
+    python3 -m benchmarks.gpu --parts profiles --minutes 3 --out profiles
+
+`--tests` does the tests of some files alone, such as of kernels that no GPU has run yet.
 
 On a lent machine only a few files under `$OUT` come back. Where that is set, all that there is in the folder `--out` is
 packed into `$OUT/results.tgz` (or whatever the folder is called) after each part and each training run, whether it went
@@ -36,10 +39,11 @@ import sys
 import tarfile
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks import gpu_quality, launches, limits, peers
+from benchmarks import gpu_quality, launches, limits, peers, profiles
 from benchmarks.apart import Apart
 from benchmarks.harness import new_folder, refuse_results, run
 from composer_speedups.hardware import hardware, suite_section
@@ -51,10 +55,11 @@ _WRITES = {
     "tests": "tests.txt",
     "limits": "limits/rows.jsonl",
     "launches": "launches/rows.jsonl",
+    "profiles": "profiles/rows.jsonl",
     "quality": f"quality/seeds_{gpu_quality.FIRST}/runs.sqlite",
     "training": "peers/rows.jsonl",
 }
-_SHARES = {"tests": 3 / 8, "limits": 2 / 5, "launches": 1 / 2, "quality": 1 / 2}
+_SHARES = {"tests": 3 / 8, "limits": 2 / 5, "launches": 1 / 2, "profiles": 1 / 2, "quality": 1 / 2}
 _HANGS = 110  # seconds after which a test is taken for one that hangs
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _MARKED = re.compile(r"mark\.gpu|\bdevice: str")  # by itself, or by conftest's fixture
@@ -94,10 +99,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--parts", nargs="+", choices=tuple(_WRITES), default=PARTS, help=f"to do (default: {' '.join(PARTS)})"
     )
     parser.add_argument("--first", type=int, help="training: so many entries, in order of what they decide")
+    parser.add_argument("--tests", nargs="+", metavar="PART", help="tests: of files with such a part in their names")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args(arguments)
     if options.minutes <= 0 or min(options.batches, options.workers, options.first or 1) < 1:
         parser.error("--minutes, --batches, --workers and --first must be positive")
+    if options.tests and not marked(options.tests):
+        parser.error(
+            f"--tests {' '.join(options.tests)}: no such file has a test for a GPU. There are: {' '.join(marked())}"
+        )
     for part in ("launches", "quality"):
         if part in options.parts and hardware() != "cuda":
             parser.error(f"{part} is for a GPU, and there is none: leave it out of --parts")
@@ -112,12 +122,15 @@ def _do(part: str, options: argparse.Namespace, end: float) -> bool:
     """One of the parts, until `end` at most; whether it went well."""
     out = (options.out / _WRITES[part]).parent
     if part == "tests":
-        return _test(options.out / _WRITES[part], options.workers, end - time.monotonic())
+        files = marked(options.tests or ("",))
+        return _test(options.out / _WRITES[part], files, options.workers, end - time.monotonic())
     if part == "quality":
         whole = gpu_quality.measure(options.out / part, end)
         print(gpu_quality.table(options.out / part))
         return whole
-    if part == "training":
+    if part == "profiles":
+        run(profiles, new_folder(part, out), 1, 5, deadline=end)
+    elif part == "training":
         first = tuple(peers.ENTRIES[suite_section()])[: options.first]
         # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
         more = {"deadline": end - 30, "only": first, "after_each": lambda: pack(options.out)}
@@ -142,14 +155,14 @@ def pack(folder: Path) -> None:
         print(f"error: {target} could not be written: {error}", file=sys.stderr)
 
 
-def marked() -> list[str]:
-    """The test files with tests for a GPU."""
-    paths = sorted((_ROOT / "tests").rglob("test_*.py"))
+def marked(parts: Sequence[str] = ("",)) -> list[str]:
+    """The test files with tests for a GPU, of those that have one of `parts` in their names."""
+    paths = (path for path in sorted((_ROOT / "tests").rglob("test_*.py")) if any(part in path.name for part in parts))
     return [str(path.relative_to(_ROOT)) for path in paths if _MARKED.search(path.read_text())]
 
 
-def _test(log: Path, workers: int, limit: float) -> bool:
-    """Run the tests that need a GPU; whether all that ran passed."""
+def _test(log: Path, files: Sequence[str], workers: int, limit: float) -> bool:
+    """Run the tests in `files` that need a GPU; whether all that ran passed."""
     command = [
         sys.executable,
         "-m",
@@ -176,7 +189,7 @@ def _test(log: Path, workers: int, limit: float) -> bool:
         "-W",
         "default",
         "--continue-on-collection-errors",
-        *marked(),
+        *files,
     ]
     with log.open("w") as file:
         # Each worker's Inductor would start as many compilers as there are cores.

@@ -34,6 +34,7 @@ __all__ = [
     "begin",
     "interleaved",
     "keep_words",
+    "large_enough",
     "markdown",
     "median",
     "new_folder",
@@ -215,7 +216,7 @@ def interleaved(
     """
     # A run's interpreter does not look into the current folder.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.getenv("PYTHONPATH")]))
-    recipes = {name: _large_enough(entry, entry.steps(batches)) for name, entry in entries.items()}
+    recipes = {name: large_enough(entry, entry.steps(batches)) for name, entry in entries.items()}
     if not first:
         _write_entries(entries, recipes, folder)
     rows, names = [], list(entries)
@@ -348,7 +349,7 @@ def plot(folder: Path, values: Mapping[str, Sequence[float]], unit: str) -> None
     pyplot.close(figure)
 
 
-def _large_enough(entry: Entry, steps: int) -> Recipe:
+def large_enough(entry: Entry, steps: int) -> Recipe:
     """The entry's recipe, with a batch more than that many steps take, at least.
 
     Whoever looks a batch ahead would otherwise find the end, and shut its workers down, before the last step is over.

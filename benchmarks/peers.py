@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from benchmarks.harness import (
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.hardware import hardware, matmul_peak, suite_section
 
-__all__ = ["DECIDING", "ENTRIES", "matmul_peak_of", "measure", "table"]
+__all__ = ["DECIDING", "ENTRIES", "matmul_peak_of", "measure", "named", "table"]
 
 # On a GPU nothing is downloaded; batch, learning rate and workers are the same for all. Lengths are drawn around 230
 # with a spread of 90 and cut at 256: about as film reviews have them, of which the longer part is cut at 256.
@@ -151,11 +151,8 @@ def measure(
     called after each run."""
     section = suite_section()
     entries = ENTRIES[section]
-    parts = [part for part in only if part not in entries]  # a whole name is that entry's alone
-    chosen = {n: entry for n, entry in entries.items() if not only or n in only or any(part in n for part in parts)}
-    if not chosen:
-        raise SystemExit(f"error: --only {' '.join(only)}: no such entry. There are: {', '.join(entries)}")
-    chosen = {name: replace(entry, overrides=(*entry.overrides, *changes)) for name, entry in chosen.items()}
+    names = named(only, entries) if only else list(entries)
+    chosen = {n: replace(entries[n], overrides=(*entries[n].overrides, *changes)) for n in names}
     precision = "fp32" if section == "cpu_without_bf16" else "bf16"
     urgent = len(chosen.keys() & set(list(entries)[: DECIDING[section]]))
     said = {"early": min(EARLY, repetitions), "urgent": urgent} if 0 < urgent < len(chosen) else {}
@@ -169,6 +166,19 @@ def measure(
         urgent=urgent,
         after_each=after_each,
     )
+
+
+def named(only: Sequence[str], entries: Collection[str]) -> list[str]:
+    """Those of `entries` that are meant: by a whole name that one alone, by a part of names all that have it.
+
+    >>> named(["ours: a", "cd"], ["ours: a", "ours: ab", "bcd", "cde"])
+    ['ours: a', 'bcd', 'cde']
+    """
+    parts = [part for part in only if part not in entries]
+    chosen = [name for name in entries if name in only or any(part in name for part in parts)]
+    if not chosen:
+        raise SystemExit(f"error: --only {' '.join(only)}: no such entry. There are: {', '.join(entries)}")
+    return chosen
 
 
 def _cache() -> str:

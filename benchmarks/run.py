@@ -8,6 +8,7 @@
     peers      against the Hugging Face Trainer, stock Composer and a bare loop: some 20 minutes on two cores
     limits     each kernel and optimizer against the measured matmul peak and bandwidth
     launches   on a GPU: how our Triton kernels are best launched
+    profiles   where a step's time goes, on a GPU by kernel; on a CPU a study tells it for each recipe
     growth     the gain against the length of texts, batch, share of padding and depth
     compiling  seconds of compiling, whole model and repeated block, cold and warm cache
     verdicts   studies of recipes whose truth is known: are their verdicts to be believed?
@@ -23,7 +24,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import compiling, growth, launches, limits, peers, verdicts
+from benchmarks import compiling, growth, launches, limits, peers, profiles, verdicts
 from benchmarks.harness import Part, new_folder, run
 from composer_speedups.errors import UserError
 
@@ -32,6 +33,7 @@ PARTS: dict[str, tuple[Part, int, int]] = {
     "peers": (peers, 5, 8),
     "limits": (limits, 5, 6),
     "launches": (launches, 3, 32),
+    "profiles": (profiles, 1, 5),
     "growth": (growth, 5, 4),
     "compiling": (compiling, 5, 2),
     "verdicts": (verdicts, 6, 48),  # studies, steps of a run
@@ -43,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: peers)")
     parser.add_argument("--repetitions", type=int, help="runs of each entry (default: the part's)")
     parser.add_argument("--batches", type=int, help="that count (default: the part's)")
-    parser.add_argument("--only", nargs="*", default=(), help="peers: parts of the names of the entries to measure")
+    parser.add_argument("--only", nargs="*", default=(), help="peers, profiles: parts of the names of the entries")
     parser.add_argument(
         "--set", nargs="*", default=(), metavar="KEY=VALUE", help="peers: changes to the recipe of every entry"
     )
@@ -53,15 +55,18 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"{unknown[0]}: no such part. There are: {', '.join(PARTS)}")
-    if parts != ["peers"] and (options.only or options.set):
-        parser.error("--only and --set are for peers alone")
+    if parts not in (["peers"], ["profiles"]) and options.only:
+        parser.error("--only is for peers or profiles alone")
+    if parts != ["peers"] and options.set:
+        parser.error("--set is for peers alone")
     if options.out and len(parts) > 1:
         parser.error("--out is for one part")
     if min(options.repetitions or 1, options.batches or 1) < 1:
         parser.error("--repetitions and --batches must be positive")
     for name in parts:
         part, repetitions, batches = PARTS[name]
-        more = {"only": tuple(options.only), "changes": tuple(options.set)} if name == "peers" else {}
+        more = {"only": tuple(options.only)} if name in ("peers", "profiles") else {}
+        more |= {"changes": tuple(options.set)} if name == "peers" else {}
         run(part, new_folder(name, options.out), options.repetitions or repetitions, options.batches or batches, **more)
     return 0
 

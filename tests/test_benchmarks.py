@@ -83,7 +83,7 @@ def test_every_entry_can_be_built(name: str) -> None:
     entry = ENTRIES[name]
     recipe = load_recipe(entry.recipe, entry.overrides)  # with the arguments of all speed-ups checked
     # A batch more than the steps take: nobody who looks ahead may find the end.
-    assert harness._large_enough(entry, 12).task.train_samples >= 13 * recipe.batch_size
+    assert harness.large_enough(entry, 12).task.train_samples >= 13 * recipe.batch_size
     assert all(algorithm.slot != "batches" for algorithm in recipe.algorithms()), "every contender has the same batches"
     inspect.signature(contenders.CONTENDERS[entry.contender]).bind(job("cpu/fp32"), **entry.arguments)
 
@@ -207,7 +207,7 @@ def test_nobody_comes_to_the_end_of_the_samples(contender: str, monkeypatch: pyt
 
     monkeypatch.setattr(dataloader._BaseDataLoaderIter, "__next__", draw)
     exactly = (*TINY[:-1], "batch_size=8", "task.train_samples=8")  # of 64 that are there, 80 and more are needed
-    recipe = harness._large_enough(harness.Entry(contender, "cpu/fp32", exactly), 10)
+    recipe = harness.large_enough(harness.Entry(contender, "cpu/fp32", exactly), 10)
     assert recipe.task.train_samples == 11 * 8
     contenders.CONTENDERS[contender](contenders.Job(recipe, 10, 6, seed=5))
     assert not ended and len(drawn) in (10, 11)
@@ -821,9 +821,8 @@ def test_x(i):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     time.sleep(0.02)
 """)
-    monkeypatch.setattr(gpu, "marked", lambda: [str(tmp_path / "test_probe.py")])
     monkeypatch.setattr(gpu, "_HANGS", 3)
-    assert gpu._test(tmp_path / "tests.txt", 2, 120) is False
+    assert gpu._test(tmp_path / "tests.txt", [str(tmp_path / "test_probe.py")], 2, 120) is False
     log, said = (tmp_path / "tests.txt").read_text(), capsys.readouterr().out
     named = {found.rpartition("/")[2] for found in gpu._FAILED.findall(said)}
     assert named == {"test_probe.py::test_x[3]", "test_probe.py::test_x[40]"}, log
@@ -935,6 +934,20 @@ def test_studies_run_side_by_side_until_the_time_is_over(
     if minutes:
         rows = gpu_quality.table(tmp_path).splitlines()
         assert [row.split("|")[1:3] for row in rows[-2:]] == [[" cpu/fp32 ", " 4 "], [" cpu/bf16 ", " 4 "]], said
+
+
+def test_tests_of_some_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(gpu, "_test", lambda log, files, *_: given.append(files) or True)
+    gpu.main(["--parts", "tests", "--tests", "packed_attention", "layer_norm", "--out", str(tmp_path)])
+    assert given == [["tests/kernels/test_layer_norm.py", "tests/kernels/test_packed_attention.py"]]
+    gpu.main(["--parts", "tests", "--out", str(tmp_path)])
+    assert given[1] == gpu.marked() and set(given[1]) > set(given[0])
+    with pytest.raises(SystemExit):
+        gpu.main(["--parts", "tests", "--tests", "test_readme", "--out", str(tmp_path)])
+    assert "--tests test_readme: no such test for a GPU. There are: tests/" in capsys.readouterr().err
 
 
 def test_what_is_for_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

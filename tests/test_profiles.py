@@ -1,0 +1,135 @@
+"""Where a step's time goes: kernels by what they are for, and windows of steps in a real training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import harness, profiles, run  # noqa: E402
+from composer_speedups.hardware import hardware  # noqa: E402
+from composer_speedups.kernels import packed_attention_triton  # noqa: E402
+
+TRACES = ROOT / "benchmarks" / "results" / "2026-11-26_h200_profiles"
+TINY = (
+    "task={name: dummy, mean_length: 10, length_std: 4, max_length: 16, train_samples: 64}",
+    "model.config={num_hidden_layers: 1, hidden_size: 32, num_attention_heads: 2, intermediate_size: 64, "
+    "vocab_size: 128}",
+    "model.pretrained=false",
+    "batch_size=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NNT", "products"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x64>", "products"),
+        ("void pytorch_flash::flash_fwd_kernel<..., cutlass::bfloat16_t>", "attention"),
+        ("fmha_cutlassB_bf16_aligned_64x64_k64_dropout_sm80(...)", "attention"),
+        (packed_attention_triton.attention_backward_kernel.fn.__name__, "attention"),
+        ("backward_kernel", "norms, dropout, GELU"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>", "norms, dropout, GELU"),
+        ("void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<...>>", "copies, casts"),
+        ("void multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor>", "optimizer"),
+        ("void vectorized_elementwise_kernel<4, copy_kernel(TensorIterator&)::{lambda(float)#1}>", "copies, casts"),
+        (
+            "void vectorized_elementwise_kernel<8, CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>>",
+            "elementwise",
+        ),
+        ("void at::native::reduce_kernel<128, 4, ReduceOp<float, sum_functor>>", "sums"),
+        ("triton_red_fused_sum_7", "compiled"),
+        ("void compute_grad_weight<float, long>(long const*, float const*)", "embeddings"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies, casts"),
+        ("what nobody has seen", "other"),
+    ],
+)
+def test_kernels_are_told_apart(name: str, kind: str) -> None:
+    assert profiles.kind_of(name) == kind
+
+
+def test_sums_of_a_real_trace() -> None:
+    """What benchmarks/README.md says of the H200: milliseconds of one of five steps."""
+    activities = profiles.activities_of(TRACES / "second_ours_finetune_fastest.json.gz")
+    found = {kind: 1e3 * taken / 5 for kind, taken in profiles.by_kind(activities).items()}
+    stated = {"products": 9.1, "attention": 3.6, "norms, dropout, GELU": 2.3, "optimizer": 0.8, "sums": 0.7}
+    # The kinds were drawn by hand then, and to a tenth.
+    assert {kind: found[kind] for kind in stated} == pytest.approx(stated, abs=0.06)
+    busy = profiles.busy_seconds(activities)
+    assert busy == pytest.approx(sum(a.seconds for a in activities), rel=1e-3), "one stream: little ran side by side"
+
+
+def test_a_trace_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert profiles.main([str(TRACES / "second_ours_finetune_fastest.json.gz"), "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["9.105", "ms", "products"]
+    assert any("12.0x" in line and "[attention]" in line and "flash_bwd" in line for line in lines)
+    for wrong in ([], [str(tmp_path / "nothing.json")], [str(TRACES / "method.txt"), "five"]):
+        assert profiles.main(wrong) == 2
+        assert "usage: python -m benchmarks.profiles TRACE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def test_steps_of_a_training_are_looked_at(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device != hardware():
+        pytest.skip(f"no {device} here" if device == "cuda" else "entries run on the GPU, where there is one")
+    entries = {
+        "ours: a": harness.Entry("ours", "cpu/fastest_fp32", TINY),
+        "a peer": harness.Entry("huggingface_best", "cpu/fp32", TINY, {"bf16": False}),
+        "broken": harness.Entry("ours", "cpu/fp32", (*TINY, "learning_rate=1.0", "optimizer.name=decoupled_adamw")),
+    }
+    monkeypatch.setattr(profiles, "ENTRIES", dict.fromkeys(profiles.ENTRIES, entries))
+    broken = harness.large_enough
+
+    def without_samples(entry: harness.Entry, steps: int):
+        recipe = broken(entry, steps)
+        few = recipe.task.model_copy(update={"train_samples": 8})
+        return recipe.model_copy(update={"task": few}) if entry is entries["broken"] else recipe
+
+    monkeypatch.setattr(profiles, "large_enough", without_samples)
+    assert run.main(["profiles", "--only", "a", "broken", "--batches", "3", "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["entry"], row["status"]) for row in rows] == [
+        ("ours: a", "ok"),
+        ("a peer", "ok"),
+        ("broken", "failed"),
+    ], (tmp_path / "failed.txt").read_text()
+    for row, file in zip(rows, ("ours_a", "a_peer"), strict=False):
+        assert 0 < row["host_seconds"] <= row["step_seconds"]
+        # The mean of steps that the contender's own clock has timed, too: from the hook of one to that of another.
+        before, plain, _ = profiles._STEPS[device]
+        own = sum(row["every_step"][before : before + plain]) / plain
+        assert own / 3 < row["step_seconds"] < own * 3
+        assert 0 < row["tokens"] <= 64
+        trace = json.loads(profiles.gzip.open(tmp_path / f"{file}.json.gz", "rt").read())
+        names = [event["name"] for event in trace["traceEvents"]]
+        assert sum(name.startswith("Optimizer.step#") for name in names) in (3, 4), "of three steps"
+        text = (tmp_path / f"{file}.txt").read_text()
+        assert "cumulative time" in text and "(backward)" in text
+        if device == "cuda":
+            assert row["kinds"]["products"] > 0 and row["busy_seconds"] > 0
+    table = (tmp_path / "table.md").read_text()
+    assert ("the GPU is busy" in table) == torch.cuda.is_available()
+    assert "| a step | " in table and "broken: " in table
+
+
+def test_windows_do_not_overlap() -> None:
+    windows, said = profiles.Windows(2, 3, 2, 4), []
+
+    class Noted:
+        def __getattr__(self, name: str):
+            return lambda *_: said.append((windows._done, name))
+
+    windows.profiler = windows._host = Noted()
+    for _ in range(windows.steps):
+        windows.after_a_step()
+    assert said == [(6, "__enter__"), (10, "__exit__"), (11, "enable"), (13, "disable")]
+    assert windows.steps == 14
+    assert 0 < windows.seconds["host_seconds"] <= windows.seconds["step_seconds"]
