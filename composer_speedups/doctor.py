@@ -192,11 +192,10 @@ def _typical_lengths(recipe: Recipe, rows: int, progress: Callable[[str], None] 
     """
     import numpy as np
 
-    from composer_speedups.ablation.rows import REGROUPING
     from composer_speedups.tasks import build_task
 
     needs_download = recipe.task.name == "imdb" and recipe.task.path is None
-    if "unpadding" not in recipe.speedups or REGROUPING & recipe.speedups.keys() or needs_download:
+    if "unpadding" not in recipe.speedups or registry.regrouping() & recipe.speedups.keys() or needs_download:
         return None
     try:
         known = build_task(recipe.task, recipe.model, seed=recipe.seed, progress=progress).train.lengths

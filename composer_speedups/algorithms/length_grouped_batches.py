@@ -103,6 +103,7 @@ class LengthGroupedBatches(SpeedUp):
 
     stage = Stage.DATA
     slot = "batches"
+    regroups = True
     events = frozenset({Event.FIT_START})
 
     def __init__(self, pool: int = 50, multiple_of: int = 8) -> None:
