@@ -69,6 +69,7 @@ class MatmulPrecision(SpeedUp):
 
     stage = Stage.PRECISION
     slot = "matmul"
+    choices = ({"precision": "high"}, {"precision": "medium"})
 
     def __init__(self, precision: str) -> None:
         self.precision = check_choice("precision", precision, PRECISIONS)
