@@ -70,8 +70,10 @@ class SpeedUp(Algorithm):
             `recommend`, which keeps the batch, does not try it.
         choices: arguments worth trying, a dict for each try: the doctor lists them, `recommend` measures them. A class
             with required arguments sets it.
-        regroups: whether it puts samples of like lengths together. Over less than an epoch samples/s then says which
-            lengths came up, so speed is compared by real tokens/s.
+        redundant_with: keys of others that leave it nothing to save, though each alone may gain, with the reason.
+            `recommend` keeps the faster one.
+        regroups: whether it makes batches by length. Over less than an epoch samples/s then says which lengths came up,
+            so speed is compared by real tokens/s.
         events: events beyond `Event.INIT` on which `on_event` is called.
         evidence: what was changed, filled by `report`; the ablation study shows it beside the speed.
     """
@@ -80,6 +82,7 @@ class SpeedUp(Algorithm):
     slot: ClassVar[str | None] = None
     for_memory: ClassVar[bool] = False
     choices: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    redundant_with: ClassVar[dict[str, str]] = {}
     regroups: ClassVar[bool] = False  # `registry.regrouping` finds a class by the line `regroups = True` in its file
     events: ClassVar[frozenset[Event]] = frozenset()
 
