@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
 __all__ = [
-    "CHOICES",
     "Diagnosis",
     "Finding",
     "Need",
@@ -37,12 +36,6 @@ __all__ = [
     "sizes",
     "speedups",
 ]
-
-# Arguments of those speed-ups that have no defaults: each choice is a line of its own.
-CHOICES: dict[str, list[dict[str, Any]]] = {
-    "matmul_precision": [{"precision": "high"}, {"precision": "medium"}],
-    "mixed_precision": [{"dtype": "bf16"}, {"dtype": "fp16"}],
-}
 
 # Field of a Hugging Face configuration, the multiple that is best on tensor cores, and whether a user may round it
 # up: a vocabulary can be padded, while other sizes are part of the pretrained weights.
@@ -192,11 +185,10 @@ def _typical_lengths(recipe: Recipe, rows: int, progress: Callable[[str], None] 
     """
     import numpy as np
 
-    from composer_speedups.ablation.rows import REGROUPING
     from composer_speedups.tasks import build_task
 
     needs_download = recipe.task.name == "imdb" and recipe.task.path is None
-    if "unpadding" not in recipe.speedups or REGROUPING & recipe.speedups.keys() or needs_download:
+    if "unpadding" not in recipe.speedups or registry.regrouping() & recipe.speedups.keys() or needs_download:
         return None
     try:
         known = build_task(recipe.task, recipe.model, seed=recipe.seed, progress=progress).train.lengths
@@ -259,7 +251,7 @@ def speedups(device: torch.device) -> Iterator[Finding]:
 def choices(device: torch.device) -> Iterator[tuple[str, dict[str, Any], str | None]]:
     """Every registered speed-up's key, with each of its choices of arguments, and why not to use it on `device`."""
     for key in registry.keys():
-        for arguments in CHOICES.get(key, [{}]):
+        for arguments in registry.speedup_class(key).choices:
             try:
                 speedup = registry.build(key, **arguments)
                 yield key, arguments, speedup.unavailable(device) or speedup.too_slow(device)

@@ -115,7 +115,7 @@ def predict(
     else:
         length = length or recipe.task.max_length
         lengths = [length] * (batch_size or rows_per_pass(recipe, length))
-        notes += [f"all rows counted as full: {a.key()} regroups them by length" for a in algorithms if _regroups(a)]
+        notes += [f"all rows counted as full: {a.key()} regroups them by length" for a in algorithms if a.regroups]
         if "unpadding" in recipe.speedups:
             notes.append("all rows counted as full: unpadding keeps the less, the shorter the texts are")
     accumulates = recipe.microbatch_size is not None and recipe.microbatch_size < recipe.batch_size
@@ -280,10 +280,6 @@ def _apply(algorithms: Sequence[Any], state: State, notes: list[str]) -> None:
                 notes.append(f"without {speedup.key()}, which keeps less: counted with the model's own loss")
         elif speedup.stage is Stage.COMPILE:
             notes.append("counted as not compiled: compiled code usually keeps less")
-
-
-def _regroups(algorithm: Any) -> bool:
-    return isinstance(algorithm, SpeedUp) and algorithm.stage is Stage.DATA and algorithm.slot == "batches"
 
 
 def _batch(lengths: Sequence[int], width: int, recipe: Recipe, device: torch.device) -> dict[str, torch.Tensor]:

@@ -19,14 +19,21 @@ if TYPE_CHECKING:
 
     from composer_speedups.speedup import SpeedUp
 
-__all__ = ["build", "check_arguments", "function", "keys", "speedup_class"]
+__all__ = ["build", "check_arguments", "function", "keys", "regrouping", "speedup_class"]
+
+_FOLDER = Path(__file__).parent / "algorithms"
 
 
 @cache
 def keys() -> tuple[str, ...]:
     """Every speed-up's key, sorted."""
-    folder = Path(__file__).parent / "algorithms"
-    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_")))
+    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(_FOLDER)]) if not m.name.startswith("_")))
+
+
+@cache
+def regrouping() -> frozenset[str]:
+    """Keys of those that set `regroups`: read from their files, as a study's own process is to stay free of torch."""
+    return frozenset(key for key in keys() if "\n    regroups = True\n" in (_FOLDER / f"{key}.py").read_text("utf-8"))
 
 
 @cache

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from composer.algorithms.warnings import NoEffectWarning
@@ -68,6 +68,12 @@ class SpeedUp(Algorithm):
         slot: what it occupies (`"optimizer"`, `"norm"`, ...). Two speed-ups with one slot contradict.
         for_memory: whether it is there for larger batches or models, and by itself costs time or changes the update.
             `recommend`, which keeps the batch, does not try it.
+        choices: arguments worth trying, a dict for each try: the doctor lists them, `recommend` measures them. A class
+            with required arguments sets it.
+        redundant_with: keys of others that leave it nothing to save, though each alone may gain, with the reason.
+            `recommend` keeps the faster one.
+        regroups: whether it makes batches by length. Over less than an epoch samples/s then says which lengths came up,
+            so speed is compared by real tokens/s.
         events: events beyond `Event.INIT` on which `on_event` is called.
         evidence: what was changed, filled by `report`; the ablation study shows it beside the speed.
     """
@@ -75,6 +81,9 @@ class SpeedUp(Algorithm):
     stage: ClassVar[Stage]
     slot: ClassVar[str | None] = None
     for_memory: ClassVar[bool] = False
+    choices: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    redundant_with: ClassVar[dict[str, str]] = {}
+    regroups: ClassVar[bool] = False  # `registry.regrouping` finds a class by the line `regroups = True` in its file
     events: ClassVar[frozenset[Event]] = frozenset()
 
     _installed_in: weakref.ref[State] | None = None

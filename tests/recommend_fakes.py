@@ -40,6 +40,7 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
             "arguments": {"dtype": "bf16"} if key == "mixed_precision" else {},
             "slot": _SLOTS.get(key, key),
             "stage": _STAGES.get(key, "NORM"),
+            "redundant_with": {},
         }
         for key in GAINS
     ]

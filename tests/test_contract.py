@@ -465,10 +465,11 @@ def test_copies_and_pickles_after_use(key: str, trainer_for) -> None:
 
 @pytest.mark.parametrize("key", ALL)
 def test_yaml_and_python_are_the_same(key: str) -> None:
-    kwargs = case(key).kwargs
-    from_yaml = yaml.safe_load(yaml.safe_dump(kwargs))
-    assert repr(registry.build(key, **from_yaml)) == repr(registry.speedup_class(key)(**kwargs))
-    for parameter in registry.speedup_class(key).parameters().values():
+    cls = registry.speedup_class(key)
+    for kwargs in (case(key).kwargs, *cls.choices):
+        from_yaml = yaml.safe_load(yaml.safe_dump(kwargs))
+        assert repr(registry.build(key, **from_yaml)) == repr(cls(**kwargs))
+    for parameter in cls.parameters().values():
         if parameter.default is not inspect.Parameter.empty:
             assert parameter.default is None or isinstance(parameter.default, bool | int | float | str)
 

@@ -155,11 +155,13 @@ def test_precisions_are_alternatives_and_the_others_go_on_top():
 
 
 def test_rows_have_short_names_and_no_speedup_that_another_leaves_nothing():
+    from composer_speedups import registry
     from composer_speedups.recommend.choice import Screened
 
     def one(name: str, stage: str, **arguments) -> dict:
         key = name.partition(".")[0]
-        return {"name": name, "key": key, "arguments": arguments, "slot": key, "stage": stage}
+        of_class = {"redundant_with": registry.speedup_class(key).redundant_with}
+        return {"name": name, "key": key, "arguments": arguments, "slot": key, "stage": stage} | of_class
 
     kept = [
         (one("mixed_precision", "PRECISION", dtype="bf16"), 1.5),
@@ -194,6 +196,7 @@ def test_rivals_within_the_noise_are_chosen_by_what_they_promise():
 
     fused, foreach, bnb = (
         {"name": f"{n}_adamw", "key": f"{n}_adamw", "arguments": {}, "slot": "optimizer", "stage": "OPTIMIZER"}
+        | {"redundant_with": {}}
         for n in ("fused", "foreach", "bnb")
     )
     rows, rejected = final_rows(plain(), Screened(kept=[(fused, 1.09), (foreach, 1.03), (bnb, 1.10)]))
@@ -259,6 +262,8 @@ def test_what_is_there_for_memory_is_not_tried():
     assert set(facts["left_out"]) == {"adafactor", "adamw_8bit", "gradient_checkpointing"}
     assert not set(facts["left_out"]) & {one["key"] for one in facts["candidates"]} and facts["candidates"]
     assert set(facts["left_out"]) == {key for key in registry.keys() if registry.speedup_class(key).for_memory}
+    for one in facts["candidates"]:
+        assert one["redundant_with"] == registry.speedup_class(one["key"]).redundant_with
 
 
 def test_grouped_batches_are_judged_by_tokens():

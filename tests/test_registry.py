@@ -55,3 +55,9 @@ def test_a_whole_one_is_found(define) -> None:
 def test_what_is_missing_is_said(old: str, new: str, said: str, define) -> None:
     with pytest.raises(TypeError, match=f"^two_words.py.*{said}"):
         define(WHOLE.replace(old, new))
+
+
+def test_what_regroups_is_known_without_importing_it() -> None:
+    classes = {key: registry.speedup_class(key) for key in registry.keys()}
+    assert registry.regrouping() == {key for key, cls in classes.items() if cls.regroups}
+    assert registry.regrouping() == {key for key, cls in classes.items() if cls.slot == "batches"}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from composer_speedups import registry
 from composer_speedups.ablation.pairs import apart, undisturbed, waited
 from composer_speedups.ablation.quality import Margins, compare_quality
 from composer_speedups.ablation.row import Row
@@ -15,7 +16,7 @@ from composer_speedups.ablation.statistics import Noise, Ratio, compare_speed, m
 from composer_speedups.ablation.store import Run
 from composer_speedups.results import NO_FUSED_KERNEL
 
-__all__ = ["REGROUPING", "build_rows", "precision", "speed_key"]
+__all__ = ["build_rows", "precision", "speed_key"]
 
 # Fields of a run whose median over the seeds is the row's.
 _MEDIANS = (
@@ -32,8 +33,6 @@ _MEDIANS = (
 # What one run of each recipe is enough for.
 _LOOKED_AT_ONCE = ("as_it_ran", "step_profile", "step_profile_other", "memory", "memory_predicted")
 _NOT_RUN = "not run yet"
-# Their batches are of like lengths: over less than an epoch, samples/s says which lengths came up.
-REGROUPING = {"length_grouped_batches", "token_budget_batches"}
 
 
 def build_rows(
@@ -106,7 +105,8 @@ def _shown_faster(
 
 def speed_key(recipe: Mapping[str, Any]) -> str:
     """The field of a result by which a recipe's speed is compared: samples/s, or real tokens/s if it regroups them."""
-    return "real_tokens_per_second" if REGROUPING & (recipe.get("speedups") or {}).keys() else "samples_per_second"
+    regroups = registry.regrouping() & (recipe.get("speedups") or {}).keys()
+    return "real_tokens_per_second" if regroups else "samples_per_second"
 
 
 def precision(recipe: Mapping[str, Any], hardware: str) -> str:

@@ -103,6 +103,8 @@ class LengthGroupedBatches(SpeedUp):
 
     stage = Stage.DATA
     slot = "batches"
+    regroups = True
+    redundant_with = {"unpadding": "unpadding computes on no padding, so grouping has none to save"}
     events = frozenset({Event.FIT_START})
 
     def __init__(self, pool: int = 50, multiple_of: int = 8) -> None:

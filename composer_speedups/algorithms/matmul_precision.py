@@ -69,6 +69,8 @@ class MatmulPrecision(SpeedUp):
 
     stage = Stage.PRECISION
     slot = "matmul"
+    choices = ({"precision": "high"}, {"precision": "medium"})
+    redundant_with = {"mixed_precision": "mixed_precision takes the matmuls over"}
 
     def __init__(self, precision: str) -> None:
         self.precision = check_choice("precision", precision, PRECISIONS)

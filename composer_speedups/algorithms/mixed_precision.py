@@ -98,6 +98,7 @@ class MixedPrecision(SpeedUp):
 
     stage = Stage.PRECISION
     slot = "precision"
+    choices = ({"dtype": "bf16"}, {"dtype": "fp16"})
     events = frozenset({Event.FIT_START, Event.AFTER_FORWARD, Event.EVAL_AFTER_FORWARD})
 
     def __init__(self, dtype: str) -> None:

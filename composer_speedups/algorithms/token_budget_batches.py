@@ -111,6 +111,7 @@ class TokenBudgetBatches(SpeedUp):
 
     stage = Stage.DATA
     slot = "batches"
+    regroups = True
     events = frozenset({Event.FIT_START, Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD, Event.FIT_END})
 
     def __init__(self, tokens_per_batch: int | None = None, weighting: str = "sample", multiple_of: int = 8) -> None:

@@ -20,11 +20,6 @@ _GAIN = 1.03  # what a screening's one run must show to be studied; it judges no
 _TIED = 0.95  # of the fastest: rivals above it are as fast, as far as one run can tell on a quiet machine
 _LEAST_TIED = 0.85  # whatever the noise: rivals further apart are both worth knowing the faster of
 _AGAIN = "_again"  # ends the names of further runs of what the candidates are on top of
-# What the second does leaves the first nothing to save, though each alone may gain.
-_TAKEN_OVER = {
-    "matmul_precision": ("mixed_precision", "mixed_precision takes the matmuls over"),
-    "length_grouped_batches": ("unpadding", "unpadding computes on no padding, so grouping has none to save"),
-}
 _MANY = 3  # so many and more get one name together
 
 SpeedUps = dict[str, dict[str, Any]]
@@ -199,20 +194,17 @@ def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Re
             tied = ", no more than the noise of one run" if gain >= screened.tied * more else ""
             words = f"excluded by {other['name']}: {gain:.2f}x against {more:.2f}x in the screening{tied}"
             rejected[one["name"]] = words
-    members = sorted(best.values(), key=lambda pair: -pair[1])  # the largest gain first
-    gains = {c["key"]: gain for c, gain in members}
-    for one, _ in list(members):
-        over, why = _TAKEN_OVER.get(one["key"], ("", ""))
-        if over not in gains:
-            continue
-        winner = next(c for c, _ in members if c["key"] == over)
-        loser = one if gains[one["key"]] <= gains[over] else winner
-        if loser is not one:
-            why = f"excluded by {one['name']}: {gains[over]:.2f}x against {gains[one['key']]:.2f}x in the screening"
-        members = [(c, g) for c, g in members if c is not loser]
-        rejected[loser["name"]] = why
-    plain = [c for c, _ in members if c["stage"] != "COMPILE"]
-    compiled = [c for c, _ in members if c["stage"] == "COMPILE"]
+    members = {c["key"]: (c, gain) for c, gain in sorted(best.values(), key=lambda pair: -pair[1])}  # the largest first
+    for one, gain in list(members.values()):
+        for over, why in one["redundant_with"].items():
+            if {one["key"], over} <= members.keys():
+                other, more = members[over]
+                loser = one if gain <= more else other
+                words = f"excluded by {one['name']}: {more:.2f}x against {gain:.2f}x in the screening"
+                rejected[loser["name"]] = why if loser is one else words
+                del members[loser["key"]]
+    plain = [c for c, _ in members.values() if c["stage"] != "COMPILE"]
+    compiled = [c for c, _ in members.values() if c["stage"] == "COMPILE"]
     precision = [c for c in plain if c["stage"] == "PRECISION"]
     sets: list[tuple[str, list[Candidate]]] = [("together", plain)]
     if compiled:

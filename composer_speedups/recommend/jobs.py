@@ -21,9 +21,9 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
 
     Returns:
         `candidates`: those that work on this device, in the order in which to try them: `name`, `key`, `arguments`,
-        `slot`, `stage`; `unavailable` and `left_out`: name -> why; `first`: what the doctor would switch on;
-        `samples`: in the training set; `environment`: what `hardware.environment` says; `error`: what is wrong with
-        the task or the model, or an empty string.
+        `slot`, `stage`, `redundant_with`; `unavailable` and `left_out`: name -> why; `first`: what the doctor would
+        switch on; `samples`: in the training set; `environment`: what `hardware.environment` says; `error`: what is
+        wrong with the task or the model, or an empty string.
     """
     recipe = payload["recipe"]
     device = torch.device(hardware.hardware())
@@ -39,8 +39,8 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
         if cls.for_memory:
             left_out[name] = _FOR_MEMORY
             continue
-        stage = cls.stage.name
-        found.append({"name": name, "key": key, "arguments": arguments, "slot": cls.slot or key, "stage": stage})
+        one = {"name": name, "key": key, "arguments": arguments, "slot": cls.slot or key, "stage": cls.stage.name}
+        found.append(one | {"redundant_with": cls.redundant_with})
     try:
         first = doctor.examine(recipe.model.name).first
     except UserError:  # building the task will say what is wrong with the model

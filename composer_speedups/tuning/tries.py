@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups import registry
 from composer_speedups.ablation.estimate import seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
-from composer_speedups.ablation.rows import REGROUPING, precision
+from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import SpeedUpUnavailable, UserError
 from composer_speedups.hardware import hardware
@@ -165,7 +166,7 @@ class Tries:
         """The memory that a try may take where the user sets no limit."""
         if self.cuda:
             varying = self.recipe.task.padding != "max_length" or (
-                self.recipe.speedups.keys() & {"unpadding", *REGROUPING}
+                self.recipe.speedups.keys() & {"unpadding", *registry.regrouping()}
             )
             total = min((gpu["memory_bytes"] for gpu in self.facts["gpus"]), default=None)
             share = _VARYING if varying else _SHARE["cuda"]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from composer_speedups import registry
 from composer_speedups.ablation.charts import _speeds, charts
 from composer_speedups.ablation.drift import Drift
-from composer_speedups.ablation.rows import REGROUPING, build_rows
+from composer_speedups.ablation.rows import build_rows
 from composer_speedups.ablation.store import Run
 from composer_speedups.ablation.tables import cell, csv_table, latex_table, markdown_table
 from composer_speedups.ablation.words import drift_lines, notes, sentence
-from composer_speedups.speedup import Stage
 
 
 def run(recipe: str, seed: int, samples: float, tokens: float | None) -> Run:
@@ -38,11 +36,6 @@ def test_batches_of_like_lengths_are_judged_by_their_tokens(tokens: bool) -> Non
     assert rows["grouped"]["speedup"] == pytest.approx(2.0, rel=1e-3)
     assert rows["grouped"]["speed_verdict"] == ("faster" if tokens else "no difference shown")
     assert rows["other"]["speedup"] == pytest.approx(1.5)  # by samples, as its batches are the baseline's
-
-
-def test_speed_ups_that_regroup_samples_are_known() -> None:
-    classes = {key: registry.speedup_class(key) for key in registry.keys()}
-    assert {k for k, c in classes.items() if c.stage is Stage.DATA and c.slot == "batches"} == REGROUPING
 
 
 def compiled(seed: int, speed: float, seconds: float, hits: int, misses: int) -> Run:
