@@ -185,11 +185,13 @@ class TokenBudgetSampler(DistributedSampler):
         """Into how many microbatches all ranks split a step that has `samples` on them, one size on each rank.
 
         All must do as many: under FSDP, and where DDP reduces after each, a rank with more would wait for the others
-        forever. It is the least number that leaves `most` samples in each; where no number does, as a rank has too
-        few samples for so many, the next smaller one that all can do.
+        forever. It is the least number that leaves at most `most` samples in each; where no number does, the next
+        smaller one that all can do: 2 samples make no 5 microbatches, and 5 samples, in equal numbers, no 4.
 
         >>> TokenBudgetSampler.microbatches([5, 8], 4), TokenBudgetSampler.microbatches([2, 20], 4)
         (2, 2)
+        >>> TokenBudgetSampler.microbatches([5, 7], 2)
+        3
         """
         wanted, possible = max(math.ceil(count / most) for count in samples), min(samples)
         for number in (*range(wanted, possible + 1), *range(min(wanted, possible), 1, -1)):

@@ -139,8 +139,8 @@ def predict(
         weights = tensor_bytes([*state.model.parameters(), *state.model.buffers()])
         trained = [p for p in state.model.parameters() if p.grad is not None]
         gradients = tensor_bytes(p.grad for p in trained)
-        optimizer = optimizer_bytes(recipe, state.model, trained)
-        during_step = _during_step(recipe, trained)
+        optimizer = optimizer_bytes(algorithms, state.model, trained)
+        during_step = _during_step(algorithms, trained)
     kept = weights + optimizer
     peak = kept + max(meter.peak, gradients + during_step)
     peak += sum(a.held_bytes(saved.bytes) for a in algorithms if isinstance(a, SpeedUp))
@@ -199,9 +199,9 @@ def free_memory(device: torch.device) -> int | None:
     return free if limit is None or used is None else min(free, limit - used)
 
 
-def optimizer_bytes(recipe: Recipe, model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> int:
-    """Bytes of the states that the recipe's optimizer will keep for the parameters `trained` of `model`."""
-    speedup = _optimizer(recipe)
+def optimizer_bytes(algorithms: Iterable[Any], model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> int:
+    """Bytes that the optimizer among `algorithms`, or else plain AdamW, will keep for the parameters `trained`."""
+    speedup = _optimizer(algorithms)
     return adamw_state_bytes([*trained]) if speedup is None else speedup.state_bytes(model, [*trained])
 
 
@@ -295,16 +295,16 @@ def _batch(lengths: Sequence[int], width: int, recipe: Recipe, device: torch.dev
     return {k: v.to(device) for k, v in (("input_ids", mask.clone()), ("attention_mask", mask), ("labels", labels))}
 
 
-def _during_step(recipe: Recipe, trained: Sequence[torch.Tensor]) -> int:
+def _during_step(algorithms: Iterable[Any], trained: Sequence[torch.Tensor]) -> int:
     """What the optimizer's step needs for itself, beyond weights, gradients and states."""
-    speedup = _optimizer(recipe)
+    speedup = _optimizer(algorithms)
     if speedup is None:  # a for-loop: the denominator of one parameter, and its update
         return 2 * max(sizes(trained), default=0)
     return speedup.step_bytes(trained)
 
 
-def _optimizer(recipe: Recipe) -> OptimizerSpeedUp | None:
-    return next((a for a in recipe.algorithms() if isinstance(a, OptimizerSpeedUp)), None)
+def _optimizer(algorithms: Iterable[Any]) -> OptimizerSpeedUp | None:
+    return next((a for a in algorithms if isinstance(a, OptimizerSpeedUp)), None)
 
 
 @contextmanager

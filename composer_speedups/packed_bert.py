@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    BaseModelOutputWithPoolingAndCrossAttentions,
+)
 from transformers.utils import ModelOutput
 
 from composer_speedups.compat import places_without_pooler
@@ -39,6 +42,7 @@ class PackedBert(PackedEncoder):
     """What an encoder of BERT's modules does with a batch that can be packed."""
 
     packed_takes = ("token_type_ids", "position_ids")
+    packed_output: type[ModelOutput] = BaseModelOutputWithPoolingAndCrossAttentions  # of one that may have a pooler
 
     def packed(
         self,
@@ -64,7 +68,10 @@ class PackedBert(PackedEncoder):
             padded = self.padded(hidden, packing)
             first = packing.first(hidden) if pooler is not None and takes_first(pooler) else None
         pooled = None if pooler is None else pooler(padded if first is None else first[:, None])
-        out = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=padded, pooler_output=pooled)
+        if hasattr(self, "pooler"):
+            out = self.packed_output(last_hidden_state=padded, pooler_output=pooled)
+        else:  # ELECTRA, whose class has no such place
+            out = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=padded)
         return self.returned(out, kwargs.get("return_dict"))
 
     def returned(self, out: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[torch.Tensor | None, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from composer_speedups.compat import MPNET_AFTER_MASK, attention_dropout
@@ -43,6 +43,7 @@ def pack_mpnet(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
 
 class _Encoder(PackedBert):
     packed_whole_rows = True  # distances count the padding between two tokens
+    packed_output = BaseModelOutputWithPooling
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, *args: Any, **kwargs: Any):
         packing = self.packing_of(input_ids, attention_mask, args, kwargs)

@@ -119,7 +119,8 @@ class ScheduleSpec(_Fields):
 
     Attributes:
         name: `cosine` or `linear` decay to zero at the end, or `constant`.
-        warmup: a share of the duration (`0.1` or `0.1dur`), batches (`100` or `100ba`), samples or epochs.
+        warmup: a share of the duration (`0.1` or `0.1dur`), batches (`100` or `100ba`) or epochs; samples
+            (`800sp`) where the duration is in samples, and only there.
     """
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
@@ -210,6 +211,12 @@ class RecipeFields(_Fields):
         if self.schedule.warmup.endswith("dur"):  # a share of the duration, below 1
             return self
         (count, unit), (total, whole) = map(count_and_unit, (self.schedule.warmup, self.duration))
+        if count and (unit == "sp") != (whole == "sp"):  # Composer cannot set samples against anything else
+            units = "samples" if whole == "sp" else "batches or epochs"
+            raise ValueError(
+                f"schedule.warmup {self.schedule.warmup} and duration {self.duration} are not both in samples: "
+                f"give the warm-up in {units}, or as a share (0.1dur)"
+            )
         if unit == whole and count >= total:
             raise ValueError(
                 f"schedule.warmup {self.schedule.warmup} leaves nothing of duration {self.duration}: shorten it"

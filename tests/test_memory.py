@@ -99,7 +99,14 @@ def test_states_of_the_optimizer(name: str):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
-    assert memory.optimizer_bytes(recipe, model, model.parameters()) == tensor_bytes(states)
+    assert memory.optimizer_bytes(recipe.algorithms(), model, model.parameters()) == tensor_bytes(states)
+
+
+def test_a_recipes_speed_ups_are_built_once(monkeypatch):
+    build, built = Recipe.algorithms, []
+    monkeypatch.setattr(Recipe, "algorithms", lambda recipe: built.append(recipe) or build(recipe))
+    predict(load("demo/fused_adamw"), lengths=LENGTHS)
+    assert len(built) == 1
 
 
 def test_checkpointing_keeps_the_inputs_of_blocks():

@@ -450,6 +450,15 @@ def test_yaml_words_for_true(write) -> None:
         ("schedule: {warmup: true}", "schedule.warmup must be a share"),
         ("schedule: {warmup: 1dur}", "schedule.warmup must be a share"),
         ("duration: 10ba\nschedule:\n  warmup: 10ba", "schedule.warmup 10ba leaves nothing of duration 10ba"),
+        (
+            "duration: 2ep\nschedule:\n  warmup: 800sp",
+            "mine.yaml:1: schedule.warmup 800sp and duration 2ep are not both in samples: "
+            "give the warm-up in batches or epochs, or as a share (0.1dur)",
+        ),
+        (
+            "duration: 8000sp\nschedule: {name: constant, warmup: 10}",
+            "schedule.warmup 10ba and duration 8000sp are not both in samples: give the warm-up in samples, or",
+        ),
         ("duration: 2", "duration must be a number of epochs, batches or samples, got 2. Write e.g. duration: 2ep"),
         ("duration: 0ep", "duration must be a number of epochs"),
         ("duration: 2epochs", "duration must be a number of epochs"),

@@ -461,8 +461,8 @@ def test_a_longer_time_limit_tries_again_what_took_too_long(tmp_path: Path, monk
         ("6400ba", "0ba", "0.000000dur"),
         ("6400ba", "64ba", "0.010000dur"),
         ("4ep", "1ep", "0.250000dur"),
-        ("64000sp", "500ba", "0.250000dur"),
-        ("64000sp", "9000ba", "0.999999dur"),
+        ("64000sp", "16000sp", "0.250000dur"),
+        ("4ep", "9000ba", "0.999999dur"),
         ("4ep", "0.06dur", "0.06dur"),
     ],
 )

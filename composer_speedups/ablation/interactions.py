@@ -4,7 +4,7 @@ What it says: 1.10 means that the pair is 10 % faster than its two speed-ups, ea
 that they get in each other's way, or save the same time. 1 is no interaction: the factors multiply.
 
 Formula: (pair / base) / ((first / base) * (second / base)) = pair * base / (first * second), of speeds with the same
-seed, thus of runs of the same round; centre and interval are those of `statistics.compare_speed`. Four runs scatter
+seed, made in the same round; centre and interval are those of `statistics.compare_speed`. Four runs scatter
 where a speed-up has two, so the study's noise counts for sqrt(2) times as much.
 
 What it takes: four rows that differ in nothing but the two speed-ups. With another batch than the baseline's, what the
@@ -22,8 +22,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
+from composer_speedups.ablation.pairs import apart
 from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, Noise, compare_speed, pooled_noise
 from composer_speedups.ablation.store import Run
@@ -65,7 +67,7 @@ class Interaction:
 
 
 def interactions(recipes: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], baseline: str) -> list[Interaction]:
-    """Of each pair whose two speed-ups were measured alone, too; left out where no seed has all four runs.
+    """Of each pair whose two speed-ups were measured alone, too; left out where no seed has all four in one round.
 
     Args:
         recipes: resolved recipes by name.
@@ -93,7 +95,7 @@ def interactions(recipes: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], 
         if len(singles) == 2:
             rows = (pair, singles[0], singles[1], baseline)
             four = _four(runs, rows, speed_key(recipes[pair]))
-            one = _judged(rows, four, noise and noise.of(*rows), comparable)
+            one = _judged(rows, four, _apart(runs, rows), noise and noise.of(*rows), comparable)
             found += [one] if one is not None else []
     return found
 
@@ -108,10 +110,14 @@ def sentence(interaction: Interaction) -> str:
 
 
 def _judged(
-    rows: tuple[str, str, str, str], speeds: Sequence[Mapping[int, float]], noise: Noise | None, comparable: bool
+    rows: tuple[str, str, str, str],
+    speeds: Sequence[Mapping[int, float]],
+    left_out: set[int],
+    noise: Noise | None,
+    comparable: bool,
 ) -> Interaction | None:
     pair, first, second, base = speeds
-    seeds = pair.keys() & first.keys() & second.keys() & base.keys()
+    seeds = (pair.keys() & first.keys() & second.keys() & base.keys()) - left_out
     # Four runs scatter where a speed-up has two: twice the variance.
     doubled = None if noise is None else replace(noise, deviation=noise.deviation * math.sqrt(2))
     ratio = compare_speed(
@@ -123,6 +129,9 @@ def _judged(
         note = "they do not train with the baseline's batch and learning rate. Add --equal-batch"
         return Interaction(*rows[:3], ratio.value, None, None, "not judged", note)
     verdict = _VERDICTS.get(ratio.verdict, "not judged")
+    if verdict == "not judged" and left_out:
+        which = ", ".join(map(str, sorted(left_out)))
+        ratio = replace(ratio, note=f"not made in one round (seed {which}): compare them in another --out")
     return Interaction(*rows[:3], ratio.value, ratio.low, ratio.high, verdict, ratio.note)
 
 
@@ -144,6 +153,12 @@ def _four(runs: Sequence[Run], rows: Sequence[str], key: str) -> list[dict[int, 
     """Speed by seed of each row, all in the pair's unit; in samples/s where one of them lacks that."""
     found = [_speeds(runs, name, key) for name in rows]
     return found if all(found) else [_speeds(runs, name, "samples_per_second") for name in rows]
+
+
+def _apart(runs: Sequence[Run], rows: Sequence[str]) -> set[int]:
+    """Seeds of which two of the rows' runs were not made side by side."""
+    good = [{run.seed: run for run in runs if run.recipe == name and run.status == "ok"} for name in rows]
+    return {seed for two in combinations(good, 2) for seed in apart(*two, runs)}
 
 
 def _speeds(runs: Sequence[Run], name: str, key: str) -> dict[int, float]:

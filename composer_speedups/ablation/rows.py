@@ -73,11 +73,12 @@ def build_rows(
         rows.append(row)
     for row in rows:
         reference = _reference(row, rows, recipes)
-        shown = "not judged"
+        shown, speeds = "not judged", [{}, {}]
         if reference is not None:
-            speeds = (_by_seed(_good(by_recipe[r["recipe"]]), "samples_per_second") for r in (row, reference))
-            shown = compare_speed(*speeds, noise and noise.of(row["recipe"], reference["recipe"])).verdict
-        row |= _break_even(row, reference, shown)
+            names = (row["recipe"], reference["recipe"])
+            speeds = _paired_speeds(names, "samples_per_second", by_recipe)
+            shown = compare_speed(*speeds, noise and noise.of(*names)).verdict
+        row |= _break_even(row, reference if all(speeds) else None, speeds, shown)
         row["alike"] = [
             other["recipe"]
             for other in rows
@@ -99,8 +100,15 @@ def _shown_faster(
     names = (row["recipe"], other["recipe"])
     keys = {speed_key(recipes[name]) for name in names}
     key = "samples_per_second" if len(keys) == 1 and "samples_per_second" in keys else "real_tokens_per_second"
-    speeds = (_by_seed(_good(by_recipe[name]), key) for name in names)
+    speeds = _paired_speeds(names, key, by_recipe)
     return compare_speed(*speeds, noise and noise.of(*names)).verdict == "faster"
+
+
+def _paired_speeds(names: Sequence[str], key: str, by_recipe: Mapping[str, Sequence[Run]]) -> list[dict[int, float]]:
+    """Of two recipes, by seed, as `_speed` compares them: without runs that were not made side by side."""
+    one, other = (_good(by_recipe[name]) for name in names)
+    left_out = apart(one, other, [run for of in by_recipe.values() for run in of])
+    return [{s: speed for s, speed in _by_seed(of, key).items() if s not in left_out} for of in (one, other)]
 
 
 def speed_key(recipe: Mapping[str, Any]) -> str:
@@ -306,10 +314,10 @@ def _compiling(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _break_even(row: Row, reference: Row | None, shown: str) -> dict[str, Any]:
+def _break_even(row: Row, reference: Row | None, speeds: Sequence[Mapping[int, float]], shown: str) -> dict[str, Any]:
     """After how many steps, and samples, the gain in speed has paid for the time that compiling took.
 
-    Not where there is no gain to be seen: `shown` is the verdict on the row's speed against the reference's.
+    Not where there is no gain to be seen: `shown` is the verdict on `speeds`, the row's and the reference's.
     """
     fields: dict[str, Any] = {
         "break_even_steps": None,
@@ -317,10 +325,10 @@ def _break_even(row: Row, reference: Row | None, shown: str) -> dict[str, Any]:
         "break_even_against": reference["recipe"] if reference and row["compile_seconds"] else None,
         "break_even_verdict": shown,
     }
-    speeds = (row["samples_per_second"], (reference or {}).get("samples_per_second"))
-    if not row["compile_seconds"] or not all(speeds) or not row["samples_per_step"]:
+    if not row["compile_seconds"] or reference is None or not row["samples_per_step"]:
         return fields
-    gain = 1 / speeds[1] - 1 / speeds[0]  # seconds that each sample is sooner done
+    own, its = (statistics.median(of.values()) for of in speeds)
+    gain = 1 / its - 1 / own if own and its else 0.0  # seconds that each sample is sooner done
     if gain > 0 and shown in ("faster", "not judged"):
         steps = math.ceil(row["compile_seconds"] / (gain * row["samples_per_step"]))
         fields |= {"break_even_steps": steps, "break_even_samples": round(steps * row["samples_per_step"])}

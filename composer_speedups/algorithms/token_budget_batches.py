@@ -20,11 +20,12 @@ padded models use `LengthGroupedBatches`.
 with `dataset.lengths`. A step's tokens deviate from the budget by less than one sample's. The number of steps per
 epoch is the same in all epochs. `drop_last` is not needed and not kept. Composer's `time/sample` counts the samples
 that there were. The Trainer's `accumulate_train_batch_on_tokens`, another weighting of ranks, is refused unless
-`weighting="batch"`. *Microbatches*: all ranks split a step into as many. Where one has too few samples, long ones,
-for the number that the size asks for, another's microbatches have more samples, short ones: their tokens are a like
-part of the budget. `device_train_microbatch_size="auto"` is for one rank. *Resuming in mid-epoch* needs as many steps
-an epoch: the default budget has them on any number of ranks that share one batch size; `tokens_per_batch` is each
-rank's, and is to be scaled when their number changes.
+`weighting="batch"`. *Microbatches*: all ranks split a step into as many, each into equal numbers of samples. Where no
+number that all can do is enough, mostly as one rank has few samples, long ones, another's microbatches exceed the size
+asked for: with short samples, and at worst they are its whole part of the step, the budget and one sample at most.
+Where memory would not hold that, lower `tokens_per_batch`. `device_train_microbatch_size="auto"` is for one rank.
+*Resuming in mid-epoch* needs as many steps an epoch: the default budget has them on any number of ranks that share one
+batch size; `tokens_per_batch` is each rank's, and is to be scaled when their number changes.
 
 Source: token-budget batches as fairseq's `max_tokens`; sequence packing in ModernBERT.
 """
@@ -196,7 +197,7 @@ class TokenBudgetBatches(SpeedUp):
             check_resumed(sampler, state.timestamp, self._saved)
 
     def _fit_microbatch(self, state: State) -> None:
-        """Give a size that splits the batch of each rank into as many microbatches, none larger than asked for.
+        """Give a size that splits each rank's batch into as many microbatches, none larger than asked for if possible.
 
         A batch of fewer samples than a microbatch would make Composer warn at each step.
         """

@@ -255,11 +255,9 @@ def _before_norm(x, x_bias, residual, seeds, dropped: int, wide: torch.dtype) ->
 def _torch_forward(x, residual, weight, bias, seeds, dropped: int, eps: float, x_bias):
     wide = torch.promote_types(x.dtype, torch.float32)
     z = _before_norm(x, x_bias, residual, seeds, dropped, wide)
-    mean = z.mean(-1, keepdim=True)
-    z = z - mean
-    rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = (z * rstd * weight.to(wide) + bias.to(wide)).to(x.dtype)
-    return y.contiguous(), mean.flatten(), rstd.flatten()
+    # Not by `z.mean()`: that of a constant row is rounded, and with an eps of 1e-12 what is left would be large.
+    y, mean, rstd = torch.native_layer_norm(z, z.shape[-1:], weight.to(wide), bias.to(wide), eps)
+    return y.to(x.dtype).contiguous(), mean.flatten(), rstd.flatten()
 
 
 def _torch_backward(dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias):

@@ -199,6 +199,7 @@ def _tokenised(spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, raw: _Raw) ->
 
     key = {
         "texts": raw.key, "max_length": spec.max_length,
+        "checks": 2,  # raised when `files.read` learns to refuse or to tell more: a filled cache would not hear of it
         "tokenizer": digest({"json": tokenizer.backend_tokenizer.to_str(), **_version("tokenizers")}),
     }  # fmt: skip
     return cached("tokens", key, build, raw.say)

@@ -90,6 +90,25 @@ def test_only_seeds_with_all_four_runs_count():
     assert interactions(planned(), runs, BASE) == []
 
 
+@pytest.mark.parametrize("far", [(), (0, 1, 2), (0, 1, 2, 3, 4)], ids=["none", "three", "all"])
+def test_runs_made_another_day_do_not_count(far: tuple[int, ...]) -> None:
+    """A machine half as fast again on the day when the pair was made once more."""
+    runs = measured(speeds(180.0), seeds=5)
+    for number, run in enumerate(runs):
+        another_day = run.recipe == PAIR and run.seed in far
+        run.started = 1e9 + 100 * number + 86_400 * another_day
+        run.finished = run.started + 60
+        run.result["samples_per_second"] *= 1.5 if another_day else 1.0
+    found = interactions(planned(), runs, BASE)
+    if len(far) == 5:
+        assert found == []
+    else:
+        assert found[0].value == pytest.approx(1.0)
+        assert found[0].verdict == ("not judged" if far else "no interaction shown")
+        note = "not made in one round (seed 0, 1, 2): compare them in another --out"
+        assert sentence(found[0]).endswith(note) == bool(far)
+
+
 def test_a_pair_that_regroups_is_judged_by_its_tokens():
     recipes = planned()
     for name in (SECOND, PAIR):

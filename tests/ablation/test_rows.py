@@ -219,6 +219,35 @@ def test_a_row_made_again_another_day_is_not_compared_with_that_days_baseline(la
     assert rows["other"]["speed_verdict"] == "no difference shown" and rows["other"]["apart"] == []
 
 
+@pytest.mark.parametrize("far", [(), (2, 3), (1, 2, 3)], ids=["none", "two", "all"])
+def test_what_compiling_brings_is_told_by_runs_of_one_round(far: tuple[int, ...]) -> None:
+    recipes = {"base": {}, "compiled": {"speedups": {"torch_compile": {}}}}
+    runs = [made_at("base", s, 100.0, s / 10) for s in (1, 2, 3)]
+    for s in (1, 2, 3):
+        another_day = made_at("compiled", s, 0.0, s / 10 + (24.0 if s in far else 0.02))
+        one = compiled(s, 1000.0 if s in far else 200.0, 20.0, 0, 9)
+        one.started, one.finished = another_day.started, another_day.finished
+        runs.append(one)
+    row = build_rows(recipes, runs, "base")[1]
+    assert row["break_even_verdict"] == ("not judged" if far else "faster")
+    # 20 s at 5 ms a sample and 8 samples a step
+    assert row["break_even_steps"] == (None if len(far) == 3 else 500)
+    note = next(line for line in notes(build_rows(recipes, runs, "base")) if "compile took" in line)
+    assert ("paid for" in note) == (len(far) < 3), "neither after some steps nor never: nothing tells"
+
+
+@pytest.mark.parametrize(("minutes", "alike"), [(10, []), (40, ["second"])])
+def test_rows_made_far_from_each_other_are_not_told_apart(minutes: int, alike: list[str]) -> None:
+    """Each is within an hour of the baseline, which was made between them, and they are not of each other."""
+    runs = []
+    for s, burden in ((1, 0.98), (2, 1.0), (3, 1.02)):
+        order = (("second", 140.0), ("base", 100.0 * burden), ("first", 150.0))
+        runs += [made_at(name, s, speed, 10.0 * s + n * minutes / 60) for n, (name, speed) in enumerate(order)]
+    rows = {row["recipe"]: row for row in build_rows({"base": {}, "second": {}, "first": {}}, runs, "base")}
+    assert [rows[name]["speed_verdict"] for name in ("second", "first")] == ["faster", "faster"]
+    assert rows["first"]["alike"] == alike and rows["first"]["apart"] == rows["second"]["apart"] == []
+
+
 def test_hours_in_which_other_runs_were_made_are_no_pause() -> None:
     """Whole trainings: the other row's run of a seed is hours later, and the study was at work all the time."""
     long = [made_at(name, s, speed + s, 10.0 * s + 2.0 * n) for s in (1, 2, 3)

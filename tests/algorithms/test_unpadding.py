@@ -209,7 +209,7 @@ def test_rows_longer_than_a_deberta_has_positions(subset: bool) -> None:
 
 @pytest.mark.parametrize("pooler", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tuples_have_as_many_places_as_the_models(family: str, pooler: bool) -> None:
+def test_returns_the_models_own_class_and_as_many_places(family: str, pooler: bool) -> None:
     """MPNet's has one for a pooler that it has not, and in 4.53 so have BERT's and RoBERTa's."""
     cls, config = getattr(transformers, f"{family}Model"), make(family).config
     poolless = family in ("DistilBert", "ModernBert", "DebertaV2", "Electra")
@@ -221,6 +221,8 @@ def test_tuples_have_as_many_places_as_the_models(family: str, pooler: bool) -> 
     expected, found = (model(**inputs, return_dict=False) for model in (stock, fast))
     assert [x is None for x in found] == [x is None for x in expected]
     assert family != "MPNet" or len(found) == 2
+    expected, found = (model(**inputs, return_dict=True) for model in (stock, fast))
+    assert type(found) is type(expected) and [*found] == [*expected]
 
 
 @pytest.mark.parametrize("unpadded", [False, True])

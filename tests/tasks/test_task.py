@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from composer_speedups.errors import TaskError
 from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task, files
+from composer_speedups.tasks.cache import _seal, digest
 
 SCRATCH = ModelSpec(
     pretrained=False,
@@ -120,6 +122,24 @@ def test_a_damaged_cache_is_rebuilt(table: Path, cache: Path):
     vocabulary.write_text(vocabulary.read_text()[:-5])
     after = build_task(text_spec(table), SCRATCH, seed=0)
     assert [s["input_ids"].tolist() for s in after.train] == expected
+
+
+def test_a_cache_made_before_labels_were_looked_at_is_made_again(table: Path, tmp_path: Path, cache: Path):
+    """What is kept are the notes of then: another file's labels that training never sees would stay untold."""
+    other = tmp_path / "other.csv"
+    other.write_text("text,label\nheld out one,a\nheld out two,never seen\n")
+    spec = text_spec(table, eval_path=str(other))
+    told = build_task(spec, SCRATCH, seed=0).notes
+    assert any("labels that no text to train on has: 'never seen'" in note for note in told)
+    (made,) = (cache / "tokens").glob("*[0-9a-f]")
+    key = json.loads((made / "manifest.json").read_text())["key"]
+    key.pop("checks", None)  # the older versions' key had none
+    made = made.rename(made.with_name(digest(key)))
+    about = json.loads((made / "about.json").read_text())
+    (made / "about.json").write_text(json.dumps(about | {"notes": []}))
+    (made / "manifest.json").unlink()
+    _seal(made, key)
+    assert build_task(spec, SCRATCH, seed=0).notes == told
 
 
 @pytest.mark.slow
