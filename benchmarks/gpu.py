@@ -104,6 +104,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.minutes <= 0 or min(options.batches, options.workers, options.first or 1) < 1:
         parser.error("--minutes, --batches, --workers and --first must be positive")
+    if options.tests and "tests" not in options.parts:
+        parser.error("--tests is for the part tests, which --parts leaves out")
     if options.tests and not marked(options.tests):
         parser.error(
             f"--tests {' '.join(options.tests)}: no such file has a test for a GPU. There are: {' '.join(marked())}"

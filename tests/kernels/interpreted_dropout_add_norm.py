@@ -29,8 +29,9 @@ def test_is_interpreted() -> None:
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("width", [1, 2, 31, 64, 768, 769])
 def test_matches_float64(width: int, p: float, dtype: torch.dtype) -> None:
+    rows = 7 if width < 100 else 2  # of which three programs have a row each at a time
     for x_bias in (None, FP32):
-        check(dropout_add_norm, case((7, 3, width), dtype, x_bias=x_bias), p)
+        check(dropout_add_norm, case((rows, 3, width), dtype, x_bias=x_bias), p)
 
 
 def test_the_widest_row() -> None:
@@ -59,9 +60,10 @@ def test_any_strides() -> None:
 def check_two_readers(dtype: torch.dtype, p: float = 0.3) -> None:
     """Bit for bit what autograd gives that adds up their gradients; the interpreter truncates to bf16, hence whole
     numbers there, which no sum rounds."""
-    inputs = case((200, 24), dtype, x_bias=FP32)
+    shape = (61, 24)  # some turns of each program's loop, and a last one of fewer rows
+    inputs = case(shape, dtype, x_bias=FP32)
     arguments = (*inputs[:4], p, EPS, inputs[4])
-    given = [(torch.randint(-4, 5, (200, 24)) if dtype == BF16 else torch.randn(200, 24)).to(dtype) for _ in "ab"]
+    given = [(torch.randint(-4, 5, shape) if dtype == BF16 else torch.randn(shape)).to(dtype) for _ in "ab"]
     torch.manual_seed(5)
     y = dropout_add_norm(*arguments)
     torch.manual_seed(5)
@@ -107,7 +109,7 @@ def test_the_mask_is_that_of_fast_dropout(shape: tuple[int, int], keys: tuple[in
 
 
 def test_repeats_bit_for_bit() -> None:
-    inputs, results = case((130, 24), BF16), []
+    inputs, results = case((61, 24), BF16), []
     for _ in range(2):
         torch.manual_seed(2)
         results.append(torch.autograd.grad(dropout_add_norm(*inputs, 0.1, EPS).float().square().sum(), inputs))

@@ -26,7 +26,8 @@ def test_is_interpreted() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 2, 31, 64, 768, 769, 8192])
 def test_matches_float64(width: int, dtype: torch.dtype) -> None:
-    check(layer_norm, *case((7, 3, width), dtype))
+    rows = 7 if width < 100 else 2  # of which three programs have a row each at a time
+    check(layer_norm, *case((rows, 3, width), dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 33, 200])  # fewer rows than a block, one over, several loops
@@ -91,7 +92,7 @@ def test_shapes_without_numbers() -> None:
 
 
 def test_repeats_bit_for_bit() -> None:
-    inputs = case((130, 24), BF16)
+    inputs = case((61, 24), BF16)
     first, second = (torch.autograd.grad(layer_norm(*inputs, EPS).float().square().sum(), inputs) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
