@@ -81,7 +81,7 @@ def test_steps_of_a_training_are_looked_at(device: str, tmp_path: Path, monkeypa
     if device != hardware():
         pytest.skip(f"no {device} here" if device == "cuda" else "entries run on the GPU, where there is one")
     entries = {
-        "ours: a": harness.Entry("ours", "cpu/fastest_fp32", TINY),
+        "ours: a": harness.Entry("ours", "cpu/fastest_fp32" if device == "cpu" else "finetune/bf16", TINY),
         "a peer": harness.Entry("huggingface_best", "cpu/fp32", TINY, {"bf16": False}),
         "broken": harness.Entry("ours", "cpu/fp32", (*TINY, "learning_rate=1.0", "optimizer.name=decoupled_adamw")),
     }
