@@ -76,6 +76,16 @@ def test_a_trace_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "usage: python -m benchmarks.profiles TRACE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("section", profiles.ENTRIES)
+def test_ours_and_who_is_to_be_beaten_are_looked_at_by_default(section: str) -> None:
+    """And nobody else: a GPU is lent for minutes."""
+    chosen = profiles.named(profiles._USUAL, profiles.ENTRIES[section])
+    assert len(chosen) == (3 if section == "cuda" else 2)
+    assert {name.partition(",")[0].removesuffix("_fp32") for name in chosen} <= {
+        *("ours: finetune/fastest", "ours: mlm/fastest", "ours: cpu/fastest", "Hugging Face Trainer"),
+    }
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 def test_steps_of_a_training_are_looked_at(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if device != hardware():
