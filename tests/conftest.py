@@ -17,10 +17,15 @@ from composer_speedups.compat import set_float32_precision
 from composer_speedups.compilation import settle_compile_workers
 
 HAS_CUDA = torch.cuda.is_available()
+_MINUTES = ("test_interpreted.py", "test_null_gpu.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on a GPU run where there is one, and by themselves: a process has one distributed backend, gloo or NCCL."""
+    """Tests on a GPU run where there is one, and by themselves: a process has one distributed backend, gloo or NCCL.
+
+    Tests of minutes come first: begun last, one worker would still be at them when the others have nothing left.
+    """
+    items.sort(key=lambda item: item.path.name not in _MINUTES)
     reason = "needs a CUDA device, this machine has none"
     if HAS_CUDA and config.option.markexpr != "gpu":
         reason = "on a GPU, in a process of its own: pytest -m gpu"
