@@ -36,7 +36,7 @@ RECORDED = "tests/algorithms/test_cuda_graphs.py"
 LARGE = {f"tests/kernels/test_{name}.py" for name in ("bias_gelu", "cross_entropy", "dropout_add_norm", "layer_norm")}
 
 
-PATIENCE = 900  # seconds for a part of the tests, which takes 300 alone on a slow machine
+PATIENCE = 900  # seconds: beside other work on two slow cores what are two of these parts now took over 400
 
 
 def on_null_gpu(
