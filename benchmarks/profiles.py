@@ -273,7 +273,7 @@ def table(folder: Path) -> str:
     body.append(["kernels, copies and memsets", *(f"{row['activities']:.0f}" for row in rows)])
     body.append(["real tokens", *(f"{row['tokens']:,.0f}" for row in rows)])
     heading = (
-        f"Milliseconds, one run each: the first two lines with nothing beside the training, all others of "
+        "Milliseconds, one run each: the first two lines with nothing beside the training, all others of "
         f"{found.conditions['batches']} steps under PyTorch's profiler."
     )
     failed = [f"{row['entry']}: {row['reason']}" for row in found.rows if row["status"] != "ok"]

@@ -54,9 +54,8 @@ def test_matches_float64(by: str, dtype: torch.dtype, p: float, width: int, x_bi
 def test_rows_that_are_nearly_constant(by: str, width: int, spread: float) -> None:
     """Their mean is rounded by more than they deviate from it, and the norm makes that large: eps is 1e-12 as BERT's.
 
-    PyTorch's own norm is right where they do not deviate at all.
-
-    So near, float32 has its numbers 2.4e-7 apart: a mean that is stored for backward is off by half of that.
+    So near, float32 has its numbers 2.4e-7 apart: a mean that is stored for backward is off by half of that. PyTorch's
+    own norm, which its operations are given to, is right only where they do not deviate at all.
     """
     torch.manual_seed(0)
     x = torch.full((9, width), 3.7) + spread * torch.randn(9, width)
