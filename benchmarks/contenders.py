@@ -27,6 +27,7 @@ from composer.core import Callback
 from composer_speedups import registry
 from composer_speedups.compilation import compile_statistics, use_cache
 from composer_speedups.flops import model_flops
+from composer_speedups.holds import Hold
 from composer_speedups.measure import Measurement, peak_memory, reset_peak_memory
 from composer_speedups.packing import count_on_host, hand_over
 from composer_speedups.recipes import Recipe
@@ -348,7 +349,9 @@ def _bare(job: Job, compile_cache: str | None = None) -> Result:
         optimizer.zero_grad()
         losses.append(loss.detach())
         meter.tick()
-    del kept
+    for done in kept:
+        if isinstance(done, Hold):  # of the whole process: who comes after in it has what was there before
+            done.restore()
     seconds = compile_statistics()["compile_seconds"] if compile_cache is not None else None
     return {**meter.result(), "losses": [float(loss) for loss in losses], "compile_seconds": seconds}
 

@@ -45,6 +45,7 @@ from benchmarks import (  # noqa: E402
     verdicts,
 )
 from composer_speedups import registry  # noqa: E402
+from composer_speedups.compat import read_float32_precision  # noqa: E402
 from composer_speedups.errors import UserError  # noqa: E402
 from composer_speedups.hardware import suite_section  # noqa: E402
 from composer_speedups.recipes import load_recipe  # noqa: E402
@@ -167,11 +168,13 @@ def test_contenders_run_and_do_the_same_samples(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if contender.startswith("huggingface"):
         pytest.importorskip("accelerate")
+    before = read_float32_precision()
     this = job(recipe, steps=10)  # a tenth of it is a step of warm-up: Composer warns at none
     payload = {"contender": contender, "recipe": this.recipe.to_dict(), "arguments": {}}
     found = contenders.measure(payload | {"steps": 10, "counted": 6, "seed": 5}, print)
     assert len(found["seconds"]) == len(found["losses"]) == len(found["tokens"]) == len(found["flops"]) == 10
     assert min(found["seconds"]) > 0 and found["peak_memory_bytes"] > 0
+    assert read_float32_precision() == before, "a setting of the process outlives the contender"
     # Weights, samples and no dropout: the first loss is everybody's, to the rounding of bf16.
     if contender != "huggingface_best":
         expected = _first_loss(this)
