@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from composer_speedups import kernels
-from composer_speedups.kernels.native import load
+from composer_speedups.kernels.native import _FLAGS, load
 
 CHECKED = sorted(
     path.stem for path in Path(kernels.__file__).parent.glob("*.py") if "\n@checked(" in path.read_text("utf-8")
@@ -33,3 +36,16 @@ def test_asked_for_first_in_a_dry_run_it_is_tried_on_numbers(name: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "CDLL" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["bias_gelu", "dropout_add_norm", "fast_dropout", "per_sequence"])
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("gcc"), reason="about GCC's code for x86 CPUs")
+def test_choices_are_made_by_vectors_without_avx512_too(name: str) -> None:
+    """Most consumers' CPUs have AVX2 alone. Where a loop's choice is a branch, it takes one element at a time."""
+    source = Path(kernels.__file__).with_name(f"{name}.c")
+    flags = [flag.replace("=native", "=haswell") for flag in _FLAGS]
+    done = subprocess.run(
+        ["gcc", *flags, "-fopenmp", "-S", "-o", "-", str(source)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"v(and|andn|blendv)ps\b.*%ymm", done.stdout)
