@@ -64,13 +64,20 @@ class Sweep:
             yield
 
 
-def measure(folder: Path, repetitions: int, batches: int, deadline: float | None = None) -> None:
-    """`batches` scales the larger number of tokens, as in `limits`."""
+def measure(
+    folder: Path, repetitions: int, batches: int, deadline: float | None = None, only: Sequence[str] = ()
+) -> None:
+    """`batches` scales the larger number of tokens, as in `limits`; `only`: parts of the names of kernels."""
     if hardware() != "cuda":
         raise UserError("launches tries how Triton's kernels are launched, and there is no GPU here: measure limits")
     device, failed = _device(), Failures(folder)
     begin(folder, "launches", width=_WIDTH)
-    sweeps = [_copy(device), *_made(device, (_BATCH, batches * 8192), failed)]
+    made = _made(device, (_BATCH, batches * 8192), failed)
+    chosen = [sweep for sweep in made if not only or any(part in sweep.name for part in only)]
+    if only and not chosen:
+        names = ", ".join(dict.fromkeys(sweep.name for sweep in made))
+        raise UserError(f"--only {' '.join(only)}: no such kernel. There are: {names}")
+    sweeps = [_copy(device), *chosen]
     # Both sizes of a kernel together: what is compiled for one is there for the other.
     by_name = {sweep.name: [other for other in sweeps if other.name == sweep.name] for sweep in sweeps}
     work = [(sweep, way) for both in by_name.values() for way in both[0].ways() for sweep in both]
@@ -263,14 +270,15 @@ def _cross_entropy(device: Any, tokens: int) -> Iterator[Sweep]:
 
 
 def _attention(device: Any, tokens: int) -> Iterator[Sweep]:
-    """Over texts of 30 to 256 tokens, dropout 0.1."""
+    """Over texts as long as `peers` has them, whose longer part is cut at 256 tokens; dropout 0.1."""
     import torch
 
     from composer_speedups.kernels import packed_attention
     from composer_speedups.kernels import packed_attention_triton as triton
     from composer_speedups.kernels.varlen_attention import Lengths
 
-    lengths = torch.randint(30, 257, (max(2, tokens // 143),), generator=torch.Generator().manual_seed(1)).tolist()
+    drawn = torch.randn(max(2, tokens // 203), generator=torch.Generator().manual_seed(1)) * 90 + 230
+    lengths = drawn.round().clamp(3, 256).int().tolist()
     of, heads, scale, dropped = Lengths.of(lengths, device), _WIDTH // 64, 0.125, 6554
     joint = torch.randn(sum(lengths), 3, heads, 64, device=device).bfloat16()
     q, k, v = joint.unbind(1)

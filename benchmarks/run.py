@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[Part, int, int]] = {
     "compiling": (compiling, 5, 2),
     "verdicts": (verdicts, 6, 48),  # studies, steps of a run
 }
+_NAMED = ("peers", "profiles", "launches")  # of which some can be chosen by their names
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: peers)")
     parser.add_argument("--repetitions", type=int, help="runs of each entry (default: the part's)")
     parser.add_argument("--batches", type=int, help="that count (default: the part's)")
-    parser.add_argument("--only", nargs="*", default=(), help="peers, profiles: parts of the names of the entries")
+    parser.add_argument("--only", nargs="*", default=(), help="peers, profiles, launches: parts of the names")
     parser.add_argument(
         "--set", nargs="*", default=(), metavar="KEY=VALUE", help="peers: changes to the recipe of every entry"
     )
@@ -55,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"{unknown[0]}: no such part. There are: {', '.join(PARTS)}")
-    if parts not in (["peers"], ["profiles"]) and options.only:
-        parser.error("--only is for peers or profiles alone")
+    if options.only and (len(parts) > 1 or parts[0] not in _NAMED):
+        parser.error("--only is for peers, profiles or launches alone")
     if parts != ["peers"] and options.set:
         parser.error("--set is for peers alone")
     if options.out and len(parts) > 1:
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--repetitions and --batches must be positive")
     for name in parts:
         part, repetitions, batches = PARTS[name]
-        more = {"only": tuple(options.only)} if name in ("peers", "profiles") else {}
+        more = {"only": tuple(options.only)} if name in _NAMED else {}
         more |= {"changes": tuple(options.set)} if name == "peers" else {}
         run(part, new_folder(name, options.out), options.repetitions or repetitions, options.batches or batches, **more)
     return 0
