@@ -287,15 +287,6 @@ def attention(device: Any, width: int) -> Iterator[Kernel]:
     if serves(*packed):
         triton = lambda: _gradients(packed_attention(*packed, of, of, 0.1), packed, of_packed)  # noqa: E731
         yield Kernel("attention", "attention: packed, our Triton kernel", triton, flops=flops)
-    if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
-
-        def cudnn() -> None:
-            lengths = (of.cumulative, of.cumulative, of.longest, of.longest)
-            out = torch.ops.aten._cudnn_attention_forward(*packed, None, *lengths, True, 0.1)[0]
-            _gradients(out, packed, of_packed)
-
-        # Whether it is worth a way of its own: nothing here uses it, and its numbers are not compared.
-        yield Kernel("attention", "attention: cuDNN's, packed", cudnn, flops=flops)
 
 
 def losses(device: Any, tokens: int) -> Iterator[Kernel]:

@@ -72,7 +72,7 @@ def measure(
         raise UserError("launches tries how Triton's kernels are launched, and there is no GPU here: measure limits")
     device, failed = _device(), Failures(folder)
     begin(folder, "launches", width=_WIDTH)
-    made = _made(device, (_BATCH, batches * 8192), failed)
+    made = _made(device, tuple(dict.fromkeys((_BATCH, batches * 8192))), failed)  # a size counts once
     chosen = [sweep for sweep in made if not only or any(part in sweep.name for part in only)]
     if only and not chosen:
         names = ", ".join(dict.fromkeys(sweep.name for sweep in made))
@@ -292,10 +292,11 @@ def _attention(device: Any, tokens: int) -> Iterator[Sweep]:
         triton.backward(dout, q, k, v, out, sums, of, of, words, dropped, scale, into)
         return into
 
-    def choices(first: str, keys: tuple[int, ...]) -> dict[str, tuple[Any, str, tuple[int, ...]]]:
-        tiles = {"queries": (64, 128), "keys": keys, "warps": (4, 8), "stages": (1, 2)}
-        return {name: (triton, f"{first}_{name.upper()}", values) for name, values in tiles.items()}
+    def choices(end: str) -> dict[str, tuple[Any, str, tuple[int, ...]]]:
+        ways = {"block": (64, 128), "turn": (32, 64, 128), "stages": (1, 2), "registers": (0, 96, 128, 168)}
+        return {name: (triton, f"_{name.upper()}{end}", values) for name, values in ways.items()}
 
     size = 2 * q.numel()
-    yield Sweep("attention forward", tokens, choices("", (32, 64, 128)), forward, 4 * size)
-    yield Sweep("attention backward", tokens, choices("_BACK", (64, 128)), backward, 8 * size)
+    yield Sweep("attention forward", tokens, choices(""), forward, 4 * size)
+    yield Sweep("attention backward, keys varied", tokens, choices("_K"), backward, 8 * size)
+    yield Sweep("attention backward, queries varied", tokens, choices("_Q"), backward, 8 * size)

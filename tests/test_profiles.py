@@ -35,7 +35,7 @@ TINY = (
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x64>", "products"),
         ("void pytorch_flash::flash_fwd_kernel<..., cutlass::bfloat16_t>", "attention"),
         ("fmha_cutlassB_bf16_aligned_64x64_k64_dropout_sm80(...)", "attention"),
-        (packed_attention_triton.attention_backward_kernel.fn.__name__, "attention"),
+        (packed_attention_triton.attention_keys_kernel.fn.__name__, "attention"),
         ("backward_kernel", "norms, dropout, GELU"),
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>", "norms, dropout, GELU"),
         ("void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<...>>", "copies, casts"),
@@ -112,7 +112,8 @@ def test_steps_of_a_training_are_looked_at(device: str, tmp_path: Path, monkeypa
         assert own / 3 < row["step_seconds"] < own * 3
         assert 0 < row["tokens"] <= 64
         trace = json.loads(gzip.decompress((tmp_path / f"{file}.json.gz").read_bytes()))
-        names = [event["name"] for event in trace["traceEvents"]]
+        # On a GPU each of these ranges is there a second time, as what the device did meanwhile.
+        names = [event["name"] for event in trace["traceEvents"] if event.get("cat") != "gpu_user_annotation"]
         assert sum(name.startswith("Optimizer.step#") for name in names) in (3, 4), "of three steps"
         text = (tmp_path / f"{file}.txt").read_text()
         assert "cumulative time" in text and "(backward)" in text

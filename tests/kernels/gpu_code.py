@@ -43,6 +43,7 @@ def compile_for(
     warps: int,
     aligned: Collection[str] = (),
     stages: int | None = None,
+    most: int = 0,
 ) -> Any:
     """`kernel` for `sm_<capability>`.
 
@@ -52,6 +53,7 @@ def compile_for(
         constants: the kernel's `tl.constexpr`.
         aligned: numbers that are multiples of 16; pointers are, if this is given.
         stages: turns of a loop that are under way; None leaves it to Triton.
+        most: registers of a thread; 0 leaves it to ptxas.
     """
 
     def kind(name: str) -> str:
@@ -69,6 +71,7 @@ def compile_for(
     signature = {name: kind(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=dict(constants), attrs=attributes)
     options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
+    options |= {"maxnreg": most} if most else {}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     assert f".target sm_{capability}" in compiled.asm["ptx"]

@@ -77,7 +77,6 @@ def test_a_clock_that_does_not_go(clock: dict[str, float]) -> None:
 
 
 KEEP = "keep = _keep(of_keys, of_queries"
-OWN = "of_keys = tl.load(_words(words_ptr, room, {}) + begin_k + key)\n                dp"
 FAULTS = {
     "output": ("(kept / total_of)", "(1.2 * kept / total_of)", "Triton's output is off by"),
     "numbers": ("tl.log2(total_of)", "tl.log2(-total_of)", "Triton's gradient of queries is off by nan"),
@@ -85,8 +84,12 @@ FAULTS = {
     "values": ("dv * kept", "dv * kept * 0.9", "Triton's gradient of values is off by"),
     # What only dropout shows.
     "masks of keys": (KEEP, f"{KEEP} + 2", "with dropout, Triton's gradient of keys is off by"),
-    "masks of queries": (OWN.format(1), OWN.format(0), "with dropout, Triton's gradient of queries is off by"),
-    "delta": ("tl.float32), 1) * kept", "tl.float32), 1)", "with dropout, Triton's gradient of queries is off by"),
+    "masks of queries": (
+        "_keep(of_queries, of_keys, DROPPED), dp",
+        "_keep(of_queries + 2, of_keys, DROPPED), dp",
+        "with dropout, Triton's gradient of queries is off by",
+    ),
+    "delta": ("tl.float32), 1) / kept", "tl.float32), 1)", "with dropout, Triton's gradient of queries is off by"),
     "nothing dropped": (">= DROPPED * 65536", ">= DROPPED * 0", "with dropout, Triton's output is off by"),
     "half dropped": (">= DROPPED * 65536", ">= DROPPED * 32768", "with dropout, Triton's output is off by"),
     "heads": ("(end * tl.num_programs(1) + tl.program_id(1))", "(end * tl.num_programs(1))", "with dropout, Triton's"),

@@ -157,24 +157,24 @@ def test_what_it_leaves_to_others() -> None:
 
 
 MASKED, UNMASKED = 'tl.where((key < n_k)[None, :], tl.dot(q, tl.trans(k)), float("-inf"))', "tl.dot(q, tl.trans(k))"
-FORWARD, BACKWARD = "\n        larger", "\n            p"
+FORWARD, BACKWARD = "\n        larger", "\n        p"
 ADDED = "total_of = total_of * before + tl.sum("
-WORDS = "of_keys = tl.load(_words(words_ptr, room, {}) + begin_k + key)\n                dp"
+WORDS = "of_queries = tl.load(_words(words_ptr, room, {}) + begin_q + at)\n        p"
 MUTANTS = {
     "none": ("out = out * (kept", "out  = out * (kept"),
     "padding seen": (MASKED + FORWARD, UNMASKED + FORWARD),
     "padding seen by the gradient of queries": (MASKED + BACKWARD, UNMASKED + BACKWARD),
     "a sum of what is large": (ADDED + "p, 1)", ADDED + "tl.where(p > 0.5, p, 0.0), 1)"),
     "no rescaling": ("tl.dot(p.to(v.dtype), v, out * before[:, None])", "tl.dot(p.to(v.dtype), v, out)"),
-    "a mask of its own": (WORDS.format(1), WORDS.format(0)),
+    "a mask of its own": (WORDS.format(0), WORDS.format(1)),
     "one mask for all heads": ("(end * tl.num_programs(1) + tl.program_id(1))", "(end * tl.num_programs(1))"),
     "delta lost": ("(p * (dp - delta[None, :]))", "(p * (dp - 0 * delta[None, :]))"),
-    "delta with what is kept": ("tl.float32), 1) * kept", "tl.float32), 1)"),
-    "a scale of powers of two": ("dq * (scale * of_exponent * kept)", "dq * (scale * kept)"),
+    "delta with what is kept": ("tl.float32), 1) / kept", "tl.float32), 1)"),
+    "a scale of powers of two": ("dq * (scale * _LN_2 * kept)", "dq * (scale * kept)"),
     "values unscaled": ("dv * kept", "dv * 1.0"),
-    "first head for all": ("k_ptr += head * k_head_stride", "k_ptr += 0 * k_head_stride"),
-    "last queries lost": ("cdiv(queries.longest, _BACK_QUERIES)", "cdiv(1, _BACK_QUERIES)"),
-    "later turns lost": ("for first in range(0, n_q, QUERIES)", "for first in range(0, QUERIES, QUERIES)"),
+    "first head for all": ("k_ptr + head * k_head_stride, begin_k + key, real", "k_ptr, begin_k + key, real"),
+    "last queries lost": ("cdiv(queries.longest, _BLOCK_Q)", "cdiv(1, _BLOCK_Q)"),
+    "later turns lost": ("for first in range(0, n_q, TURN)", "for first in range(0, TURN, TURN)"),
 }
 
 
