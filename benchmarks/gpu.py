@@ -6,6 +6,8 @@ Then, with what time is left, more repetitions of what decides, how the kernels 
 and where a step's time goes (`profiles.py`):
 
     python3 -m benchmarks.gpu --parts training --first 10 --minutes 9 --out more
+    python3 -m benchmarks.gpu --parts training --only "best, compiled" "Composer, best" "ours: finetune/fastest" \
+        --minutes 6 --out compiled
     python3 -m benchmarks.gpu --parts launches --minutes 6 --out sizes
     python3 -m benchmarks.gpu --parts quality --minutes 4 --out quality
     python3 -m benchmarks.gpu --parts profiles --minutes 3 --out profiles
@@ -99,6 +101,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--parts", nargs="+", choices=tuple(_WRITES), default=PARTS, help=f"to do (default: {' '.join(PARTS)})"
     )
     parser.add_argument("--first", type=int, help="training: so many entries, in order of what they decide")
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="NAME", help="training, profiles: whole names, or parts of names"
+    )
     parser.add_argument("--tests", nargs="+", metavar="PART", help="tests: of files with such a part in their names")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args(arguments)
@@ -110,6 +115,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--tests {' '.join(options.tests)}: no such file has a test for a GPU. There are: {' '.join(marked())}"
         )
+    if options.only:
+        if not {"training", "profiles"}.intersection(options.parts) or options.first:
+            parser.error("--only is for the parts training and profiles, and instead of --first")
+        peers.named(options.only, peers.ENTRIES[suite_section()])  # ends the command if there is none
     for part in ("launches", "quality"):
         if part in options.parts and hardware() != "cuda":
             parser.error(f"{part} is for a GPU, and there is none: leave it out of --parts")
@@ -131,11 +140,11 @@ def _do(part: str, options: argparse.Namespace, end: float) -> bool:
         print(gpu_quality.table(options.out / part))
         return whole
     if part == "profiles":
-        run(profiles, new_folder(part, out), 1, 5, deadline=end)
+        run(profiles, new_folder(part, out), 1, 5, deadline=end, only=options.only)
     elif part == "training":
-        first = tuple(peers.ENTRIES[suite_section()])[: options.first]
+        chosen = tuple(options.only or list(peers.ENTRIES[suite_section()])[: options.first])
         # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.
-        more = {"deadline": end - 30, "only": first, "after_each": lambda: pack(options.out)}
+        more = {"deadline": end - 30, "only": chosen, "after_each": lambda: pack(options.out)}
         run(peers, new_folder("peers", out), 100, options.batches, **more)
     else:
         kernels = Apart({"limits": limits, "launches": launches}[part])

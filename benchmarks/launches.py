@@ -26,6 +26,7 @@ from benchmarks import kernels
 from benchmarks.apart import Failures, failed_before
 from benchmarks.harness import begin, markdown, read, rows_in, spread, times_run
 from benchmarks.limits import seconds_of
+from benchmarks.peers import named
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import hardware
 
@@ -73,11 +74,8 @@ def measure(
     device, failed = _device(), Failures(folder)
     begin(folder, "launches", width=_WIDTH)
     made = _made(device, tuple(dict.fromkeys((_BATCH, batches * 8192))), failed)  # a size counts once
-    chosen = [sweep for sweep in made if not only or any(part in sweep.name for part in only)]
-    if only and not chosen:
-        names = ", ".join(dict.fromkeys(sweep.name for sweep in made))
-        raise UserError(f"--only {' '.join(only)}: no such kernel. There are: {names}")
-    sweeps = [_copy(device), *chosen]
+    chosen = named(only, dict.fromkeys(sweep.name for sweep in made)) if only else ()
+    sweeps = [_copy(device), *(sweep for sweep in made if not only or sweep.name in chosen)]
     # Both sizes of a kernel together: what is compiled for one is there for the other.
     by_name = {sweep.name: [other for other in sweeps if other.name == sweep.name] for sweep in sweeps}
     work = [(sweep, way) for both in by_name.values() for way in both[0].ways() for sweep in both]
@@ -128,9 +126,11 @@ def table(folder: Path) -> str:
             share = f"{rows[0]['bytes'] / medians[entry] / bandwidth:.0%}" if bandwidth else ""
             ratio = f"{medians[present] / medians[entry]:.2f}x" if present is not None else ""
             body.append((label, spread([1e3 * s for s in taken[entry]], ".4f"), share, ratio))
+    # Kernels have ways of the same name.
+    ways = [row | {"entry": (row["kernel"], row["tokens"], row["entry"])} for row in found.rows]
     copied = f"Copy {bandwidth / 1e9:.3g} GB/s (read and written); " if bandwidth else ""
     heading = (
-        f"{copied}{times_run(found.rows)} of each way, nothing in the caches; width {found.conditions['width']}, "
+        f"{copied}{times_run(ways)} of each way, nothing in the caches; width {found.conditions['width']}, "
         f"bf16; of each kernel the present way and the {_SHOWN} fastest; milliseconds, median [lowest, highest]; share "
         "of the copy's bandwidth for the bytes that must be moved; speed against the present way."
     )
@@ -270,7 +270,7 @@ def _cross_entropy(device: Any, tokens: int) -> Iterator[Sweep]:
 
 
 def _attention(device: Any, tokens: int) -> Iterator[Sweep]:
-    """Over texts as long as `peers` has them, whose longer part is cut at 256 tokens; dropout 0.1."""
+    """Over texts as long as `peers` has them, longer ones cut at 256 tokens: about `tokens` in all; dropout 0.1."""
     import torch
 
     from composer_speedups.kernels import packed_attention
@@ -279,6 +279,7 @@ def _attention(device: Any, tokens: int) -> Iterator[Sweep]:
 
     drawn = torch.randn(max(2, tokens // 203), generator=torch.Generator().manual_seed(1)) * 90 + 230
     lengths = drawn.round().clamp(3, 256).int().tolist()
+    tokens = sum(lengths)
     of, heads, scale, dropped = Lengths.of(lengths, device), _WIDTH // 64, 0.125, 6554
     joint = torch.randn(sum(lengths), 3, heads, 64, device=device).bfloat16()
     q, k, v = joint.unbind(1)

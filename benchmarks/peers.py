@@ -41,8 +41,8 @@ _FINETUNE = (f"task={{{_LENGTHS}}}", *_CUDA)
 _MLM = (f"task={{{_LENGTHS}, objective: mlm}}", *_CUDA)
 _PEER = (*_FINETUNE, "model.attn_implementation=sdpa")
 _FEW = 10  # batches, of a quarter of a second each, or whose memory is what is asked for
-# Of peers, which record nothing as they go. Hugging Face's Trainer groups lengths among fifty batches, so that as many
-# must count as are a multiple of that, and as 150 are.
+# Of what neither compiles nor records anything as it goes, and takes longer. Hugging Face's Trainer groups lengths
+# within fifty batches: a multiple of fifty must count, as here, and as are the 150 of the others.
 _ALIKE = 100
 _PEAK = 60  # seconds that measuring it may take
 _MEMORY = ("batch_size=4", "model.pretrained=false")
@@ -96,10 +96,10 @@ ENTRIES = {
         "ours: memory/leanest (BERT-large)": Entry("ours", "memory/leanest", _MEMORY, batches=_FEW),
         # They take longest where nothing is in the caches.
         "Hugging Face Trainer, best, compiled": Entry(
-            "huggingface_best", "finetune/fp32", _PEER, {"torch_compile": True}, batches=_ALIKE
+            "huggingface_best", "finetune/fp32", _PEER, {"torch_compile": True}
         ),
         "Composer, best (bf16 AMP, fused AdamW, its LowPrecisionLayerNorm, compiled)": Entry(
-            "composer_best", "finetune/fp32", _PEER, batches=_ALIKE
+            "composer_best", "finetune/fp32", _PEER
         ),
         # What each part of `fastest` brings: graphs, and of what they are.
         "ours: finetune/fastest_eager": Entry("ours", "finetune/fastest_eager", _FINETUNE),
@@ -133,8 +133,10 @@ ENTRIES = {
             ),
         ),
         "bare loop with the kernels of finetune/fastest": Entry("bare_loop", "finetune/fastest", _FINETUNE),
-        "Composer, as most use it (fp16 AMP, DecoupledAdamW)": Entry("composer", "finetune/fp32", _PEER),
-        "ours: finetune/bf16": Entry("ours", "finetune/bf16", _FINETUNE),
+        "Composer, as most use it (fp16 AMP, DecoupledAdamW)": Entry(
+            "composer", "finetune/fp32", _PEER, batches=_ALIKE
+        ),
+        "ours: finetune/bf16": Entry("ours", "finetune/bf16", _FINETUNE, batches=_ALIKE),
         # All batches padded to one length, and one CUDA graph for them: what else saves the host's launches.
         "ours: finetune/bf16, CUDA graphs": Entry(
             "ours", "finetune/bf16", (*_FINETUNE, "speedups.torch_compile={mode: reduce-overhead, dynamic: false}")
@@ -176,13 +178,16 @@ def measure(
 def named(only: Sequence[str], entries: Collection[str]) -> list[str]:
     """Those of `entries` that are meant: by a whole name that one alone, by a part of names all that have it.
 
+    Raises:
+        SystemExit: one of `only` is no part of any.
+
     >>> named(["ours: a", "cd"], ["ours: a", "ours: ab", "bcd", "cde"])
     ['ours: a', 'bcd', 'cde']
     """
     parts = [part for part in only if part not in entries]
     chosen = [name for name in entries if name in only or any(part in name for part in parts)]
-    if not chosen:
-        raise SystemExit(f"error: --only {' '.join(only)}: no such entry. There are: {', '.join(entries)}")
+    if lost := [word for word in only if not any(word in name for name in entries)]:
+        raise SystemExit(f"error: --only {lost[0]!r}: no such name. There are: {', '.join(entries)}")
     return chosen
 
 

@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,20 @@ from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.hardware import hardware, suite_section
 
-__all__ = ["Activity", "Windows", "activities_of", "busy_seconds", "by_kind", "kind_of", "measure", "profiled", "table"]
+__all__ = [
+    "Activity",
+    "Windows",
+    "activities_of",
+    "busy_seconds",
+    "by_kind",
+    "kind_of",
+    "measure",
+    "profiled",
+    "table",
+    "usual",
+]
 
-# Whole names, or parts of names, of those that are looked at if nobody says which: ours, and who is to be beaten.
+# Of those that are looked at if nobody says which: ours, and who is to be beaten; some are a CPU's, some a GPU's.
 _USUAL = ("ours: finetune/fastest", "ours: mlm/fastest", "ours: cpu/fastest", "Hugging Face Trainer, best (")
 # Steps before the first window, in which everything is compiled and recorded; with nothing beside them; under cProfile.
 _STEPS = {"cuda": (10, 14, 10), "cpu": (2, 2, 2)}
@@ -120,6 +131,11 @@ def by_kind(activities: Iterable[Activity]) -> dict[str, float]:
     return dict(seconds.most_common())
 
 
+def usual(entries: Collection[str]) -> list[str]:
+    """Names, or parts of names, of those of `entries` that are looked at if nobody says which."""
+    return [word for word in _USUAL if any(word in name for name in entries)]
+
+
 def measure(
     folder: Path, repetitions: int, batches: int, deadline: float | None = None, only: Sequence[str] = ()
 ) -> None:
@@ -128,7 +144,7 @@ def measure(
     entries, device = ENTRIES[suite_section()], hardware()
     begin(folder, "profiles", batches=batches)
     with Isolation("benchmarks.profiles:profiled", (*PRELOAD, "benchmarks.contenders")) as isolation:
-        for name in named(only or _USUAL, entries):
+        for name in named(only or usual(entries), entries):
             left = TIMEOUT[device] if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 print(f"out of time before {name}", file=sys.stderr)

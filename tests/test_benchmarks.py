@@ -372,7 +372,7 @@ NOTED = [file.parent.name for file in sorted((ROOT / "benchmarks" / "results").g
 @pytest.mark.parametrize("name", [*MEASURED, *NOTED])
 def test_a_table_is_what_its_rows_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     committed = ROOT / "benchmarks" / "results" / name
-    for file in ("environment.json", "conditions.json", "entries.json", "rows.jsonl"):
+    for file in ("environment.json", "conditions.json", "entries.json", "rows.jsonl", "failed.json"):
         if (committed / file).exists():
             shutil.copy(committed / file, tmp_path)
     if name in MEASURED:
@@ -693,6 +693,16 @@ def test_a_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     with pytest.raises(SystemExit):
         gpu.main(["--parts", "trainings", "--out", str(tmp_path)])
     assert "invalid choice: 'trainings'" in capsys.readouterr().err
+    some = ["--only", "best, compiled"]
+    other = ["--out", str(tmp_path / "other")]
+    monkeypatch.setattr(gpu.profiles, "measure", lambda *_, deadline, only: asked.append(tuple(only)))
+    assert gpu.main(["--parts", "profiles", "training", *some, *other]) == 0
+    assert asked[1:] == [("best, compiled",)] * 2
+    nobody = ["training", *some, "nobody"]
+    for wrong in (["limits", *some], ["training", "--first", "2", *some], nobody):
+        with pytest.raises(SystemExit):
+            gpu.main(["--parts", *wrong, "--out", str(tmp_path / "third")])
+    assert capsys.readouterr().err.count("--only is for the parts training and profiles, and instead of --first") == 2
 
 
 @pytest.mark.parametrize(

@@ -328,22 +328,6 @@ def _flash_attention_backward(
 
 
 @_special
-def _cudnn_attention_forward(q, k, v, bias, ends_q, ends_k, most_q, most_k, sums, p=0.0, *flags, scale=None, **_):
-    assert bias is None and sums and not any(flags) and ends_q is not None
-    lengths = (ends_q, ends_k, most_q, most_k)
-    out, sums, state, unused, debug = _flash_attention_forward(q, k, v, *lengths, p, False, False, scale=scale)
-    return out, sums, *lengths, state, unused, debug
-
-
-@_special
-def _cudnn_attention_backward(
-    gradient, q, k, v, out, sums, state, unused, bias, ends_q, ends_k, most_q, most_k, p, causal, *, scale=None
-):
-    lengths = (ends_q, ends_k, most_q, most_k)
-    return _flash_attention_backward(gradient, q, k, v, out, sums, *lengths, p, causal, state, unused, scale=scale)
-
-
-@_special
 def _scaled_dot_product_flash_attention(q, k, v, p=0.0, causal=False, debug=False, *, scale=None):
     swapped = (t.transpose(1, 2) for t in (q, k, v))
     lengths = q.shape[2], k.shape[2]

@@ -13,13 +13,14 @@ ones as without, as recording has drawn some, too. Gradients are those of the mi
 
 **When it pays.** Where the host is slower than the GPU: large GPUs, small batches or models, compiled or not. For
 BERT-base with 64 reviews on an H200 a step took 55 ms with blocks compiled and no graphs, 21 with those of the layers
-and 19 with the model's, not compiled (single runs, `benchmarks/results/2026-11-26_h200_profiles`). A shape is run
-kernel by kernel when it comes first, and recorded when it comes again; so shapes must come again. Batches of one size
-padded to one length have one. With `Unpadding`, `multiple_of=512` leaves a few totals of tokens, and 256 tokens of
-padding to compute on average; batches padded to their longest want `pad_to_multiple_of`. Other shapes than the first
-`limit` ones that came again run kernel by kernel. With `scope="model"`, a total that was not recorded yet is filled up
-to one that was and is up to an eighth larger, and gets a graph of its own when four batches of such padding have been
-computed: a recording costs some steps, too (0.11 to 0.17 s there).
+and 19 with the model's, not compiled (single runs, `benchmarks/results/2026-11-26_h200_profiles`; 18 with what was
+built since, `2026-11-27_h200_peers`). A shape is run kernel by kernel when it comes first, and recorded when it comes
+again; so shapes must come again. Batches of one size padded to one length have one. With `Unpadding`, `multiple_of=512`
+leaves a few totals of tokens, and 256 tokens of padding to compute on average; batches padded to their longest want
+`pad_to_multiple_of`. Other shapes than the first `limit` ones that came again run kernel by kernel. With
+`scope="model"`, a total that was not recorded yet is filled up to one that was and is up to an eighth larger, and gets
+a graph of its own when four batches of such padding have been computed: a recording costs some steps, too (0.11 to 0.21
+s there).
 
 **Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers, or with
 `Unpadding` of ModernBERT's. `scope="model"` needs `Unpadding` and a head of transformers' own, called with arguments by

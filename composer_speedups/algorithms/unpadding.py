@@ -27,7 +27,8 @@ It *is* the attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from 
 attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. With
 `timed_attention` a Triton kernel of our own (`kernels/packed_attention.py`; BERT's modules and DistilBERT, heads of 32
 or 64, not compiled) is compared with it on the first tensors of about each size, and has its place where it computes
-the same and takes at most 0.97 of the time; the evidence has both times. Two runs of one seed may then differ in masks.
+the same and takes at most 0.97 of the time (0.7 of it on an H200: `benchmarks/results/2026-11-27_h200_peers`); the
+evidence has both times. Other work on the GPU decides it by chance. Two runs of one seed may then differ in masks.
 On CPUs it is C, by AMX, AVX512-BF16, AVX-512 or AVX2 as there are, and else PyTorch's products; a run's table tells
 which. What MPNet and DeBERTa add to scores for distances is C there, too (`kernels/distance_bias.py`,
 `kernels/disentangled.py`); on CUDA, and where they are compiled, their attention alone is padded again. Masks may have

@@ -4,7 +4,8 @@ Queries, keys and values are parts of one product of stacked weights (`joint_lin
 gradients as three tensors; the product's backward pass wants one, and the bias the sums of its rows. PyTorch copies,
 and then reads the copy again to sum it up, which takes as long as the copy: 31 and 32 us on an H200, for 13,312 tokens
 of BERT-base in bf16 (`benchmarks/results/2026-11-26_h200_profiles`). Sums are in float32, in a fixed order. Where
-attention has written its gradients beside each other (`packed_attention.py`), they are only summed up.
+attention has written its gradients beside each other (`packed_attention.py`), they are only summed up: 20 us there
+(`2026-11-27_h200_profiles`).
 
 The work is done by `joined_gradient_triton.py`, on CUDA; elsewhere PyTorch's operations serve.
 """

@@ -14,6 +14,8 @@ for the gradients of queries and 20 for those of keys and values.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -31,7 +33,7 @@ __all__ = [
 ]
 
 # Tokens of a program, of which a warp has 16; those at the other end in a turn of its loop; turns that are under way;
-# registers of a thread at most, on Hopper (`_most`). As `benchmarks/results/2026-11-27_h200_launches` found best.
+# registers of a thread at most (`_bounded`). As `benchmarks/results/2026-11-27_h200_launches` found best.
 _BLOCK, _TURN, _STAGES, _REGISTERS = 64, 64, 1, 128
 _BLOCK_Q, _TURN_Q, _STAGES_Q, _REGISTERS_Q = 64, 32, 2, 96  # for the gradients of queries
 _BLOCK_K, _TURN_K, _STAGES_K, _REGISTERS_K = 64, 32, 1, 128  # and of keys and values
@@ -295,7 +297,7 @@ def forward(q, k, v, queries, keys, words, dropped: int, scale: float) -> tuple[
                 TURN=_TURN,
                 num_warps=_BLOCK // 16,
                 num_stages=_STAGES,
-                maxnreg=_most(q.device, _REGISTERS),
+                **_bounded(q, _REGISTERS),
             )
     return out, sums
 
@@ -330,7 +332,7 @@ def backward(dout, q, k, v, out, sums, queries, keys, words, dropped: int, scale
                 TURN=_TURN_Q,
                 num_warps=_BLOCK_Q // 16,
                 num_stages=_STAGES_Q,
-                maxnreg=_most(q.device, _REGISTERS_Q),
+                **_bounded(q, _REGISTERS_Q),
             )
         if heads and at_keys:
             attention_keys_kernel[(at_keys, heads, len(keys.host))](
@@ -354,18 +356,25 @@ def backward(dout, q, k, v, out, sums, queries, keys, words, dropped: int, scale
                 TURN=_TURN_K,
                 num_warps=_BLOCK_K // 16,
                 num_stages=_STAGES_K,
-                maxnreg=_most(q.device, _REGISTERS_K),
+                **_bounded(q, _REGISTERS_K),
             )
 
 
-def _most(device: torch.device, registers: int) -> int | None:
-    """Registers of a thread at most, so that an H100's processor has room for four or five programs.
+def _bounded(q: torch.Tensor, registers: int) -> dict[str, int]:
+    """At most so many `registers` of a thread, on Hopper with heads of 64: then four or five programs run at once.
 
-    More of them at once were worth more than what then lies in memory, 24 bytes of a thread with keys. Other GPUs'
-    tensor cores take their numbers from registers: three to thirteen times as much would, and nobody has measured that.
+    That was worth more than what then lies in memory, 24 bytes of a thread with keys (by Triton 3.6; 72 by 3.3). Heads
+    of 32 need fewer without a bound. Tensor cores of other architectures take their numbers from registers: with these bounds 64 to 312 bytes of a
+    thread would lie in memory, and nobody has measured that.
     """
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return registers or None if hopper else None
+    return {"maxnreg": registers} if registers and q.shape[-1] == 64 and _hopper(q.device) else {}
+
+
+@cache
+def _hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def room_for(queries: int, keys: int) -> int:

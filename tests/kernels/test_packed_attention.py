@@ -27,14 +27,14 @@ LAUNCHED = {
 }
 
 
-def compiled_for(capability: int, kernel: Any, dtype: torch.dtype) -> Any:
+def compiled_for(capability: int, kernel: Any, dtype: torch.dtype, width: int = 64) -> Any:
     block, turn, stages, most = LAUNCHED[kernel]
     dtypes = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), dtype)
     dtypes |= {"sums": torch.float32, "delta": torch.float32}
     dtypes |= dict.fromkeys(("queries", "keys", "words"), torch.int32)
-    constants = {"DROPPED": 6554, "WIDTH": 64, "BLOCK": block, "TURN": turn}
+    constants = {"DROPPED": 6554, "WIDTH": width, "BLOCK": block, "TURN": turn}
     aligned = [name for name in kernel.arg_names if name.endswith("stride") or name == "room"]
-    most = most if capability == 90 else 0
+    most = most if (capability, width) == (90, 64) else 0
     return compile_for(capability, kernel, dtypes, constants, block // 16, aligned, stages, most)
 
 
@@ -43,11 +43,12 @@ def name_of(kernel: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("width", [32, 64])
 @pytest.mark.parametrize("kernel", LAUNCHED, ids=name_of)
-def test_programs_have_room_on_an_h100(kernel: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_programs_have_room_on_an_h100(kernel: Any, width: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Next to nothing of a thread's in memory, and several programs, of which some compute while others wait."""
-    compiled = compiled_for(90, kernel, dtype)
-    assert spills(compiled, tmp_path) <= 24
+    compiled = compiled_for(90, kernel, dtype, width)
+    assert spills(compiled, tmp_path) <= 72 * (width == 64)  # by Triton 3.3, 24 by those after
     assert at_once(compiled, tmp_path) * compiled.metadata.num_warps >= 16
     assert "wgmma.mma_async" in compiled.asm["ptx"]
 
@@ -100,6 +101,15 @@ def test_masks_of_heads_and_sequences_differ() -> None:
     kept = module.kept_by_torch(words, lengths, lengths, 0.5)
     for a, b in itertools.combinations(kept.flatten(0, 1), 2):
         assert 0.4 < (a == b).float().mean() < 0.6
+
+
+def test_registers_are_bounded_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an option that it does not know, AMD's compiler makes an error."""
+    wide, narrow = (torch.empty(1, 1, width) for width in (64, 32))
+    assert cuda._bounded(wide, 96) == {}, "here is no Hopper"
+    monkeypatch.setattr(cuda, "_hopper", lambda _: True)
+    assert cuda._bounded(wide, 96) == {"maxnreg": 96}
+    assert cuda._bounded(narrow, 96) == cuda._bounded(wide, 0) == {}
 
 
 @pytest.mark.gpu
