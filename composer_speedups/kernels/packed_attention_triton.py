@@ -364,8 +364,8 @@ def _bounded(q: torch.Tensor, registers: int) -> dict[str, int]:
     """At most so many `registers` of a thread, on Hopper with heads of 64: then four or five programs run at once.
 
     That was worth more than what then lies in memory, 24 bytes of a thread with keys (by Triton 3.6; 72 by 3.3). Heads
-    of 32 need fewer without a bound. Tensor cores of other architectures take their numbers from registers: with these bounds 64 to 312 bytes of a
-    thread would lie in memory, and nobody has measured that.
+    of 32 need fewer without a bound. Tensor cores of other architectures take their numbers from registers: with these
+    bounds 64 to 312 bytes of a thread would lie in memory, and nobody has measured that.
     """
     return {"maxnreg": registers} if registers and q.shape[-1] == 64 and _hopper(q.device) else {}
 
