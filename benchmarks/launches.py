@@ -281,7 +281,7 @@ def _attention(device: Any, tokens: int) -> Iterator[Sweep]:
     lengths = drawn.round().clamp(3, 256).int().tolist()
     tokens = sum(lengths)
     of, heads, scale, dropped = Lengths.of(lengths, device), _WIDTH // 64, 0.125, 6554
-    joint = torch.randn(sum(lengths), 3, heads, 64, device=device).bfloat16()
+    joint = torch.randn(tokens, 3, heads, 64, device=device).bfloat16()
     q, k, v = joint.unbind(1)
     dout = torch.randn(q.shape, device=device).bfloat16()
     words = packed_attention.draw_words(q, k)

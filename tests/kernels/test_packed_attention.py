@@ -26,6 +26,9 @@ LAUNCHED = {
     cuda.attention_keys_kernel: (cuda._BLOCK_K, cuda._TURN_K, cuda._STAGES_K, cuda._REGISTERS_K),
 }
 
+# Bytes of a thread, where registers are bounded: of keys 24 by Triton 3.6 and 3.9, 72 by 3.3; of queries 16 by 3.9.
+SPILLED = {cuda.attention_kernel: 0, cuda.attention_queries_kernel: 16, cuda.attention_keys_kernel: 72}
+
 
 def compiled_for(capability: int, kernel: Any, dtype: torch.dtype, width: int = 64) -> Any:
     block, turn, stages, most = LAUNCHED[kernel]
@@ -48,7 +51,7 @@ def name_of(kernel: Any) -> str:
 def test_programs_have_room_on_an_h100(kernel: Any, width: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Next to nothing of a thread's in memory, and several programs, of which some compute while others wait."""
     compiled = compiled_for(90, kernel, dtype, width)
-    assert spills(compiled, tmp_path) <= 72 * (width == 64)  # by Triton 3.3, 24 by those after
+    assert spills(compiled, tmp_path) <= SPILLED[kernel] * (width == 64)
     assert at_once(compiled, tmp_path) * compiled.metadata.num_warps >= 16
     assert "wgmma.mma_async" in compiled.asm["ptx"]
 
