@@ -148,7 +148,7 @@ def _do(part: str, options: argparse.Namespace, end: float) -> bool:
         run(peers, new_folder("peers", out), 100, options.batches, **more)
     else:
         kernels = Apart({"limits": limits, "launches": launches}[part])
-        run(kernels, new_folder(part, out), 3, 32 if hardware() == "cuda" else 1, deadline=end)
+        run(kernels, new_folder(part, out), 5, 32 if hardware() == "cuda" else 1, deadline=end)
     return True
 
 

@@ -317,7 +317,7 @@ def test_what_decides_is_repeated_before_the_rest_begins() -> None:
 
 
 def test_a_run_that_hangs_on_a_gpu_costs_minutes_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert harness.TIMEOUT["cuda"] <= 150 < harness.TIMEOUT["cpu"]
+    assert harness.TIMEOUT["cuda"] <= 300 < harness.TIMEOUT["cpu"]
     monkeypatch.setattr(harness, "hardware", lambda: "cuda")
     monkeypatch.setitem(harness.TIMEOUT, "cuda", 1)
     entries, done = {"a": harness.Entry("ours", "cpu/fp32", (*TINY, "duration=1ep"))}, []
@@ -588,7 +588,7 @@ def test_what_ends_a_process_of_kernels_costs_the_others_nothing(
     text = capfd.readouterr()
     assert "the peers are measured" in text.out and "; FAILED: limits" in text.out
     rows = harness.rows_in(out / "limits")
-    assert Counter(row["entry"] for row in rows) == {"copy": 3, "after": 3, "before": 3, "last": 3}
+    assert Counter(row["entry"] for row in rows) == {"copy": 5, "after": 5, "before": 5, "last": 5}
     assert apart.failed_before(out / "limits") == {
         "optimizers, those after before": apart._DIED,
         "ruins it": "RuntimeError: CUDA error: an illegal memory access was encountered",
