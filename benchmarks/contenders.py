@@ -16,6 +16,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -336,22 +337,23 @@ def _bare(job: Job, compile_cache: str | None = None) -> Result:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     meter, losses = _Meter(), []
     meter.start()
-    for batch in itertools.islice(loader, steps):
-        count_on_host(batch)  # as `Unpadding` does in a Trainer
-        for name, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                batch[name] = value.to(device, non_blocking=True)
-        hand_over(batch)
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-        meter.tick()
-    for done in kept:
-        if isinstance(done, Hold):  # of the whole process: who comes after in it has what was there before
-            done.restore()
+    with ExitStack() as ends:
+        for done in kept:
+            if isinstance(done, Hold):  # of the whole process: who comes after in it has what was there before
+                ends.callback(done.restore)
+        for batch in itertools.islice(loader, steps):
+            count_on_host(batch)  # as `Unpadding` does in a Trainer
+            for name, value in batch.items():
+                if isinstance(value, torch.Tensor):
+                    batch[name] = value.to(device, non_blocking=True)
+            hand_over(batch)
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            meter.tick()
     seconds = compile_statistics()["compile_seconds"] if compile_cache is not None else None
     return {**meter.result(), "losses": [float(loss) for loss in losses], "compile_seconds": seconds}
 

@@ -181,6 +181,21 @@ def test_contenders_run_and_do_the_same_samples(
         assert found["losses"][0] == pytest.approx(expected, rel=1e-2 if "fastest" in recipe else 1e-5)
 
 
+def test_a_step_of_the_bare_loop_that_fails_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before, within = read_float32_precision(), []
+
+    def fail(batch: object) -> None:
+        within.append(read_float32_precision())
+        raise RuntimeError("a step that fails")
+
+    monkeypatch.setattr(contenders, "hand_over", fail)
+    with pytest.raises(RuntimeError, match="a step that fails"):
+        contenders.CONTENDERS["bare_loop"](job("cpu/fastest", steps=10))
+    assert within and within[0] != before, "the recipe sets nothing: choose another"
+    assert read_float32_precision() == before
+
+
 def _first_loss(this: contenders.Job) -> float:
     task, model = contenders._make(this)
     order = list(contenders._sampler(task, this))[: this.recipe.batch_size]
