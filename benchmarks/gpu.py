@@ -9,7 +9,7 @@ and where a step's time goes (`profiles.py`):
     python3 -m benchmarks.gpu --parts training --only "best, compiled" "Composer, best" "ours: finetune/fastest" \
         --minutes 6 --out compiled
     python3 -m benchmarks.gpu --parts launches --minutes 6 --out sizes
-    python3 -m benchmarks.gpu --parts quality --minutes 4 --out quality
+    python3 -m benchmarks.gpu --parts quality quality_mlm --minutes 8 --out quality
     python3 -m benchmarks.gpu --parts profiles --minutes 3 --out profiles
 
 `--tests` does the tests of some files alone, such as of kernels that no GPU has run yet.
@@ -59,9 +59,12 @@ _WRITES = {
     "launches": "launches/rows.jsonl",
     "profiles": "profiles/rows.jsonl",
     "quality": f"quality/seeds_{gpu_quality.FIRST}/runs.sqlite",
+    "quality_mlm": f"quality_mlm/seeds_{gpu_quality.FIRST}/runs.sqlite",
     "training": "peers/rows.jsonl",
 }
-_SHARES = {"tests": 3 / 8, "limits": 2 / 5, "launches": 1 / 2, "profiles": 1 / 2, "quality": 1 / 2}
+_SHARES = {"tests": 3 / 8, "limits": 2 / 5}
+_SHARES |= dict.fromkeys(("launches", "profiles", "quality", "quality_mlm"), 1 / 2)
+_QUALITY = {"quality": "classification", "quality_mlm": "mlm"}
 _HANGS = 110  # seconds after which a test is taken for one that hangs
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _MARKED = re.compile(r"mark\.gpu|\bdevice: str")  # by itself, or by conftest's fixture
@@ -119,7 +122,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         if not {"training", "profiles"}.intersection(options.parts) or options.first:
             parser.error("--only is for the parts training and profiles, and instead of --first")
         peers.named(options.only, peers.ENTRIES[suite_section()])  # ends the command if there is none
-    for part in ("launches", "quality"):
+    for part in ("launches", *_QUALITY):
         if part in options.parts and hardware() != "cuda":
             parser.error(f"{part} is for a GPU, and there is none: leave it out of --parts")
     if (brought := os.getenv("OUT")) and options.out.resolve().is_relative_to(Path(brought).resolve()):

@@ -1,4 +1,4 @@
-"""Does `finetune/fastest` learn on a GPU what `finetune/fp32` does? Whole trainings of a small BERT, ten seeds of both.
+"""Do `finetune/fastest` and `mlm/fastest` learn on a GPU what true fp32 does? Ten whole trainings each of a small BERT.
 
 Several studies run side by side, each of some of the seeds, as a small model leaves most of a GPU idle: the speeds that
 they tell are nobody's. Model, texts, batch, learning rate and length are those of the studies of `cpu/fastest`; but the
@@ -19,25 +19,29 @@ from benchmarks.quality import compare
 from composer_speedups.errors import UserError
 from composer_speedups.recipes import load_recipe
 
-__all__ = ["FIRST", "measure", "table"]
+__all__ = ["FIRST", "OBJECTIVES", "measure", "table"]
 
 FIRST = 300  # of ten seeds
 _SEEDS = 10
 _STUDIES = 5  # at a time
-_RECIPES = ("finetune/fp32", "finetune/fastest")
+OBJECTIVES = {"classification": ("finetune/fp32", "finetune/fastest"), "mlm": ("mlm/fp32", "mlm/fastest")}
 _AS = "cpu/fp32"  # what is learnt, and how
 _ROOT = Path(__file__).parents[1]
 
 
-def measure(folder: Path, deadline: float, changes: tuple[str, ...] = ()) -> bool:
-    """Train until `deadline` (`time.monotonic`) at most, into `folder`; whether every study came to its end."""
+def measure(folder: Path, deadline: float, objective: str = "classification", changes: tuple[str, ...] = ()) -> bool:
+    """Train until `deadline` (`time.monotonic`) at most, into `folder`; whether every study came to its end.
+
+    `objective`: one of `OBJECTIVES`, which says the baseline, and what is compared with it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.getenv("PYTHONPATH")]))}
     studies: list[subprocess.Popen[bytes]] = []
     each = _SEEDS // _STUDIES
     try:
         for first in range(FIRST, FIRST + _SEEDS, each):
-            command = [sys.executable, "-m", "composer_speedups", "ablate", *_RECIPES, *_learning(), *changes]
+            command = [sys.executable, "-m", "composer_speedups", "ablate", *OBJECTIVES[objective]]
+            command += [*_learning(objective), *changes]
             command += [f"seed={first}", "--seeds", str(each), "--no-profile", "--out", str(folder / f"seeds_{first}")]
             with (folder / f"seeds_{first}.txt").open("wb") as log:
                 studies.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
@@ -52,9 +56,9 @@ def measure(folder: Path, deadline: float, changes: tuple[str, ...] = ()) -> boo
     return not any(study.returncode for study in studies)
 
 
-def _learning() -> list[str]:
+def _learning(objective: str) -> list[str]:
     """All of a recipe but its speed-ups, and what is for speed besides, as `KEY=VALUE`."""
-    recipe = load_recipe(_AS).to_dict()
+    recipe = load_recipe(_AS, [f"task.objective={objective}"]).to_dict()
     model = {key: recipe["model"][key] for key in ("name", "pretrained", "config")}
     keys = ("task", "batch_size", "learning_rate", "optimizer", "schedule", "duration")
     return [f"{key}={json.dumps(value)}" for key, value in {"model": model, **{k: recipe[k] for k in keys}}.items()]

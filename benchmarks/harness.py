@@ -52,8 +52,9 @@ __all__ = [
 
 RESULTS = Path(__file__).parent / "results"
 # Seconds of one run. On a GPU steps are milliseconds, and what takes longest is to compile with nothing in the caches:
-# the Hugging Face Trainer compiles its model three times (one length, most lengths, short ones), for 230 s on two slow
-# cores. What takes longer hangs, on a machine lent for minutes.
+# the Hugging Face Trainer compiles its model three times (one length, most lengths, short ones), which on 16 cores was
+# not done after 205 s, beside other work (`results/2026-11-27_h200_peers_compiled`, method.txt). What takes longer
+# hangs, on a machine lent for minutes.
 TIMEOUT = {"cpu": 1800, "cuda": 300}
 EARLY = 3  # repetitions of what decides before the rest has its first
 GRACE = 25  # seconds that a run which has begun may take beyond the deadline

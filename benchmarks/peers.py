@@ -41,8 +41,7 @@ _FINETUNE = (f"task={{{_LENGTHS}}}", *_CUDA)
 _MLM = (f"task={{{_LENGTHS}, objective: mlm}}", *_CUDA)
 _PEER = (*_FINETUNE, "model.attn_implementation=sdpa")
 _FEW = 10  # batches, of a quarter of a second each, or whose memory is what is asked for
-# Of what records nothing as it goes, and takes longer: more repetitions tell more than longer runs. Hugging Face's
-# Trainer groups lengths within fifty batches: a multiple of fifty must count, as here and of the 150 of the others.
+# Of what records nothing as it goes, and takes longer: more repetitions tell more than longer runs.
 _ALIKE = 50
 _PEAK = 60  # seconds that measuring it may take
 _MEMORY = ("batch_size=4", "model.pretrained=false")

@@ -29,7 +29,7 @@ _REMEMBERED = 4096  # shapes
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _SHORT = 4096  # numbers of a tensor on the host
 _CHANGES = 20  # of the layers after which nothing is recorded any more: a recording costs as much as some steps
-# Steps of padding after which a total is recorded. A recording takes the time of 6 to 10 on an H200 (0.11 to 0.21 s),
+# Steps of padding after which a total is recorded. A recording takes the time of 6 to 10 on an H200 (0.11 to 0.22 s),
 # of fewer where a step takes longer.
 _PRICE = 4
 _FLAGS = ("training", "p", "attention_dropout", "dropout_prob")  # of modules

@@ -946,22 +946,38 @@ def test_seeds_that_were_trained_side_by_side_are_judged_together(tmp_path: Path
     assert "| finetune/fastest | 10 | 0.8762 | 0.1745 |" in gpu_quality.table(tmp_path)
 
 
+@pytest.mark.parametrize("objective", gpu_quality.OBJECTIVES)
+def test_a_fastest_recipe_learns_what_its_baseline_does(objective: str) -> None:
+    """Sample by sample: `quality.compare` would refuse another model or task."""
+    names = gpu_quality.OBJECTIVES[objective]
+    pair = [load_recipe(name, gpu_quality._learning(objective), check_arguments=False) for name in names]
+    assert quality._trained(pair[0].to_dict(), {}) == quality._trained(pair[1].to_dict(), {})
+    assert {(r.batch_size, r.learning_rate, r.task.objective, r.model.pretrained) for r in pair} == {
+        (32, 7e-4, objective, False)
+    }
+    assert pair[0].speedups == {"matmul_precision": {"precision": "highest"}} and "cuda_graphs" in pair[1].speedups
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("minutes", [5.0, 0.0])
+@pytest.mark.parametrize(("objective", "minutes"), [("classification", 5.0), ("mlm", 5.0), ("classification", 0.0)])
 def test_studies_run_side_by_side_until_the_time_is_over(
-    minutes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objective: str, minutes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_quality, "_RECIPES", ("cpu/fp32", "cpu/bf16"))
+    pair = ("cpu/fp32" if objective == "classification" else "mlm/fp32", "cpu/fastest_fp32")
+    monkeypatch.setitem(gpu_quality.OBJECTIVES, objective, pair)
     monkeypatch.setattr(gpu_quality, "_SEEDS", 4)
     monkeypatch.setattr(gpu_quality, "_STUDIES", 2)
     task = "task={name: docstrings, max_length: 32, train_samples: 64, eval_samples: 64, vocabulary: 1024}"
     smaller = "model.config={hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_hidden_layers: 2}"
-    whole = gpu_quality.measure(tmp_path, time.monotonic() + 60 * minutes, (task, smaller, "duration=4ba"))
+    end = time.monotonic() + 60 * minutes
+    whole = gpu_quality.measure(tmp_path, end, objective, (task, smaller, "duration=4ba"))
     said = "".join(path.read_text() for path in tmp_path.glob("*.txt"))
     assert whole == bool(minutes), said
     if minutes:
         rows = gpu_quality.table(tmp_path).splitlines()
-        assert [row.split("|")[1:3] for row in rows[-2:]] == [[" cpu/fp32 ", " 4 "], [" cpu/bf16 ", " 4 "]], said
+        assert [row.split("|")[1:3] for row in rows[-2:]] == [[f" {name} ", " 4 "] for name in pair], said
+        recipe = next(iter(quality._results(tmp_path / f"seeds_{gpu_quality.FIRST}").values()))[0]
+        assert recipe["task.objective"] == objective
 
 
 def test_tests_of_some_files_alone(
@@ -982,7 +998,7 @@ def test_tests_of_some_files_alone(
 
 
 def test_what_is_for_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for part in ("launches", "quality"):
+    for part in ("launches", "quality", "quality_mlm"):
         with pytest.raises(SystemExit):
             gpu.main(["--parts", part, "--out", str(tmp_path)])
         assert f"{part} is for a GPU, and there is none: leave it out of --parts" in capsys.readouterr().err

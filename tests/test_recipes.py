@@ -847,7 +847,7 @@ def test_override_of_an_argument_is_for_the_rows_that_have_it() -> None:
         ("baseline: finetune/fp32\nrecipes:\n- finetune/fp32\n- finetune/fp23", "mine.yaml:4: unknown recipe"),
         ("baseline: finetune/fp32\nrecipes:\n- finetune/fp32\n- finetune/fp32", "mine.yaml:4: finetune/fp32 is listed"),
         ("baseline: finetune/fp16\nrecipes: [finetune/fp32]", "mine.yaml:1: baseline finetune/fp16 is none of"),
-        ("baseline: fp32\nrecipes: [finetune/fp32]", "mine.yaml:1: baseline: 'fp32' is the name of 4 recipes"),
+        ("baseline: fp32\nrecipes: [finetune/fp32]", "mine.yaml:1: baseline: 'fp32' is the name of 5 recipes"),
         ("baseline: nonsense\nrecipes: [finetune/fp32]", "mine.yaml:1: baseline: unknown recipe 'nonsense'"),
         ("baseline: finetune/fp32\nrecipes: [finetune/fp32]\nrecipe: 3", "mine.yaml:3: unknown key 'recipe'"),
         ("baseline: finetune/fp32\nrecipes: [finetune/fp32]\ncpu: 3", "mine.yaml:3: cpu must be a mapping, got 3"),

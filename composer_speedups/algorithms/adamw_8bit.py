@@ -11,8 +11,8 @@ very different sizes, which is where 8 bits have been seen to diverge.
 
 **When it pays.** When memory is what limits the batch: it saves 6 bytes a weight outside the embeddings, half a GB for
 BERT-base. On a CPU it is slower than 32-bit state. On a GPU bitsandbytes waits after each parameter's update, so
-`SyncFreeLoop` brings nothing beside it, and a step takes longer: on an H200 11.4 ms for BERT-base's weights, where
-`FusedAdamW` takes 0.8 (`benchmarks/results/2026-11-26_h200_limits`).
+`SyncFreeLoop` brings nothing beside it, and a step takes longer: on an H200 11.7 ms for BERT-base's weights, where
+`FusedAdamW` takes 0.8 (`benchmarks/results/2026-11-27_h200_limits`).
 
 **Needs.** bitsandbytes (installed with this package); a CPU or CUDA device; no AMSGrad; not under FSDP.
 

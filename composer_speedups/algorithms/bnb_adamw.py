@@ -7,8 +7,8 @@
 On CUDA bitsandbytes decays a weight after its update, torch before: an update is off by learning rate times weight
 decay of itself, about a millionth with the recipes' values (by the kernel's code, not yet measured).
 
-**When it pays.** On an H200 not even against the for-loop: 8.7 ms for BERT-base's weights against 5.4, and 0.8 of
-`FusedAdamW` (`benchmarks/results/2026-11-26_h200_limits`). It launches once per parameter, where `FusedAdamW` launches
+**When it pays.** On an H200 not even against the for-loop: 9.4 ms for BERT-base's weights against 6.2, and 0.8 of
+`FusedAdamW` (`benchmarks/results/2026-11-27_h200_limits`). It launches once per parameter, where `FusedAdamW` launches
 once for hundreds, and its step waits for the GPU after each parameter (`sync_gpu`, bitsandbytes 0.50), which also
 undoes what `SyncFreeLoop` saves. It is here because it can be measured against the others and because its state is what
 `AdamW8bit` falls back to.

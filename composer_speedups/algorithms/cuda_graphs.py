@@ -19,7 +19,7 @@ again; so shapes must come again. Batches of one size padded to one length have 
 leaves a few totals of tokens, and 256 tokens of padding to compute on average; batches padded to their longest want
 `pad_to_multiple_of`. Other shapes than the first `limit` ones that came again run kernel by kernel. With
 `scope="model"`, a total that was not recorded yet is filled up to one that was and is up to an eighth larger, and gets
-a graph of its own when four batches of such padding have been computed: a recording costs some steps, too (0.11 to 0.21
+a graph of its own when four batches of such padding have been computed: a recording costs some steps, too (0.11 to 0.22
 s there).
 
 **Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers, or with

@@ -12,8 +12,8 @@ order: a run repeats bit for bit. There are no second derivatives (gradient pena
 
 **When it pays.** On CPUs a little, as PyTorch's error function and exponential cost more than these: in bf16 4.6 ms
 where PyTorch takes 7.0, if its matrix product adds the bias for nothing, for 6,144 x 1,024, forward and backward
-(`benchmarks/results/2026-11-24_cpu_limits_3`). On an H200 2.06 ms where PyTorch takes 2.79, if its product adds the
-bias, for 262,144 x 3,072 (`2026-11-26_h200_limits`): 92 % of the bandwidth, with 5 passes over the widest activations
+(`benchmarks/results/2026-11-24_cpu_limits_3`). On an H200 2.04 ms where PyTorch takes 2.80, if its product adds the
+bias, for 262,144 x 3,072 (`2026-11-27_h200_limits`): 93 % of the bandwidth, with 5 passes over the widest activations
 instead of 6; under `TorchCompile`, too, as Inductor sums up for the bias by itself.
 
 **Needs.** Intermediate layers that compute what BertIntermediate does, with the activation `gelu`: BERT, RoBERTa,

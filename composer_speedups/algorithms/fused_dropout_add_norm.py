@@ -15,8 +15,8 @@ are no second derivatives (gradient penalties).
 
 **When it pays.** On the CPU in bf16: 2.6 ms where PyTorch takes 15.9, and `FastDropout` with `LowPrecisionNorm` 3.5,
 for 6,144 x 256, forward and backward, without the bias (`benchmarks/results/2026-11-24_cpu_limits_3`); less in float32.
-On an H200, in eager mode, 0.81 ms where PyTorch takes 3.34 and with `LowPrecisionNorm` 2.07, for 262,144 x 768
-(`2026-11-26_h200_limits`): 94 % of the bandwidth, with 8 passes over the activations instead of 16, and 4 launches
+On an H200, in eager mode, 0.81 ms where PyTorch takes 3.36 and with `LowPrecisionNorm` 2.06, for 262,144 x 768
+(`2026-11-27_h200_limits`): 94 % of the bandwidth, with 8 passes over the activations instead of 16, and 4 launches
 instead of 6 or more. Under `TorchCompile` Inductor fuses the forward pass as well, and launches these kernels itself on
 CUDA; what is saved there are the stored mask and the second pass for the gradients of weight and biases.
 

@@ -10,8 +10,8 @@ cast of them is launched either. Backward reads input and gradient once for all 
 weight and bias are in float32, in a fixed order: a run repeats bit for bit. Without autocast the result keeps
 the input's dtype and differs from PyTorch's by float32 rounding. Apex rounds the weights to the input's dtype.
 
-**When it pays.** On a GPU with autocast, in eager mode: on an H200 0.53 ms where PyTorch takes 2.50, `LowPrecisionNorm`
-1.23 and Liger's kernel 2.04, for 262,144 x 768, forward and backward (`benchmarks/results/2026-11-26_h200_limits`).
+**When it pays.** On a GPU with autocast, in eager mode: on an H200 0.53 ms where PyTorch takes 2.51, `LowPrecisionNorm`
+1.22 and Liger's kernel 2.08, for 262,144 x 768, forward and backward (`benchmarks/results/2026-11-27_h200_limits`).
 Under `TorchCompile` the compiler fuses LayerNorm with its neighbours, which an opaque kernel prevents: prefer
 `LowPrecisionNorm` there.
 
