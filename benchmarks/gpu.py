@@ -62,8 +62,7 @@ _WRITES = {
     "quality_mlm": f"quality_mlm/seeds_{gpu_quality.FIRST}/runs.sqlite",
     "training": "peers/rows.jsonl",
 }
-_SHARES = {"tests": 3 / 8, "limits": 2 / 5}
-_SHARES |= dict.fromkeys(("launches", "profiles", "quality", "quality_mlm"), 1 / 2)
+_SHARES = {"tests": 3 / 8, "limits": 2 / 5}  # of the others a half
 _QUALITY = {"quality": "classification", "quality_mlm": "mlm"}
 _HANGS = 110  # seconds after which a test is taken for one that hangs
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
@@ -79,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     parts, failed = [part for part in _WRITES if part in options.parts], []
     for part in parts:
-        share = 1 if part == parts[-1] else _SHARES[part]
+        share = 1 if part == parts[-1] else _SHARES.get(part, 1 / 2)
         end = time.monotonic() + share * (deadline - time.monotonic())
         try:
             passed = _do(part, options, end)
