@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarked import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import harness, profiles, run  # noqa: E402
-from composer_speedups.hardware import hardware  # noqa: E402
-from composer_speedups.kernels import packed_attention_triton  # noqa: E402
+from benchmarks import harness, profiles, run
+from composer_speedups.hardware import hardware
+from composer_speedups.kernels import packed_attention_triton
 
 TRACES = ROOT / "benchmarks" / "results" / "2026-11-26_h200_profiles"
 TINY = (

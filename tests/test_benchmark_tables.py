@@ -1,0 +1,110 @@
+"""`benchmarks/table.py`: tables are made of the committed rows, and of what a run that was stopped has left."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarked import ROOT
+
+from benchmarks import compiling, growth, harness, run, table, verdicts
+from composer_speedups.errors import UserError
+
+# Folders from before the conditions were noted, and what those were.
+MEASURED: dict[str, dict[str, Any]] = {
+    "2026-11-21_cpu_growth_2": {
+        "part": "growth",
+        "batches": 3,
+        "recipes": ["cpu/bf16", "cpu/fastest"],
+        "axes": growth.AXES,
+        "middle": growth.MIDDLE,
+    },
+    "2026-11-21_cpu_limits": {
+        "part": "limits",
+        "peaks": {"fp32": 0.207e12, "bf16": 0.441e12},
+        "tokens": 6144,
+        "width": 256,
+        "missing": [],
+    },
+    "2026-11-22_cpu_compiling_3": {"part": "compiling", "recipe": "cpu/bf16", "layers": 12, "batch": 8},
+    "2026-11-22_cpu_peers_4": {"part": "peers", "batches": 8, "precision": "bf16", "peak": 0.915e12},
+}
+
+
+NOTED = [file.parent.name for file in sorted((ROOT / "benchmarks" / "results").glob("*/conditions.json"))]
+
+
+@pytest.mark.parametrize("name", [*MEASURED, *NOTED])
+def test_a_table_is_what_its_rows_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    committed = ROOT / "benchmarks" / "results" / name
+    for file in ("environment.json", "conditions.json", "entries.json", "rows.jsonl", "failed.json"):
+        if (committed / file).exists():
+            shutil.copy(committed / file, tmp_path)
+    if name in MEASURED:
+        harness.begin(tmp_path, **MEASURED[name])
+    assert table.main([str(tmp_path)]) == 0
+    assert (tmp_path / "plot.png").exists() == (committed / "plot.png").exists()
+    made, there = (
+        re.sub(r"[\d.]+ % \[[^]]*\]", "MFU", (folder / "table.md").read_text())  # of a peak that was noted rounded
+        for folder in (tmp_path, committed)
+    )
+    assert made == there
+    assert (tmp_path / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_what_was_measured_before_it_was_stopped_has_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ROOT / "benchmarks" / "results" / "2026-11-22_cpu_compiling_3"
+
+    def measure(folder: Path, repetitions: int, batches: int) -> None:
+        harness.begin(folder, **MEASURED[source.name])
+        lines = (source / "rows.jsonl").read_text().splitlines(keepends=True)
+        (folder / "rows.jsonl").write_text("".join(lines[: repetitions * 7 + 2]) + lines[-1][:50])  # killed in a line
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "measure", measure)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["compiling", "--repetitions", "2", "--out", str(out)])
+    text = (out / "table.md").read_text()
+    assert text in capsys.readouterr().out
+    assert "2 to 3 repetitions, each run in" in text and text.count("\n|") == 9
+    (out / "table.md").write_text("never edited\n")
+    table.main([str(out)])
+    assert (out / "table.md").read_text() == "never edited\n"
+
+
+def test_folders_that_hold_no_benchmark_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{tmp_path} has no conditions.json"):
+        table.main([str(tmp_path)])
+
+
+def test_verdicts_are_counted_by_what_was_planted(tmp_path: Path) -> None:
+    fair, lost = ("no difference shown", "quality holds"), ("no difference shown", "unstable")
+    rows = [
+        ("the_same_1", 1.0, [0.9, 1.1], *fair),
+        ("the_same_2", 1.2, [1.1, 1.3], "faster", "quality holds"),
+        ("the_same_3", 1.1, [0.8, 1.2], "no difference shown", "quality not shown to hold"),
+        ("slept_a_tenth", 0.9, [0.8, 1.0], *fair),
+        ("slept_half", 0.7, [0.6, 0.8], "slower", "quality holds"),
+        ("wild", None, None, *lost),
+    ]
+    keys = ("recipe", "speedup", "speedup_interval", "speed_verdict", "quality_verdict")
+    lines = [json.dumps({"study": "study_01", **dict(zip(keys, row, strict=True))}) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "environment.json").write_text(json.dumps(harness.environment(), default=str))
+    harness.begin(tmp_path, "verdicts", steps=48, seeds=3)
+    text = verdicts.table(tmp_path)
+    assert "claimed 2 times in 3 comparisons of a recipe with itself" in text
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    same, tenth, half, wild = cells[2:]
+    assert same[1:4] == ["3", "1.10x [1.00, 1.20]", "0.90 to 1.20"]
+    assert same[4:] == ["no difference shown (2), faster (1)", "quality holds (2), quality not shown to hold (1)"]
+    assert tenth[0] == "sleeps for 10% of a step" and tenth[4] == "no difference shown (1)"
+    assert half[0] == "sleeps for 50% of a step" and half[4] == "slower (1)"
+    assert wild[1:] == ["1", "", "", "no difference shown (1)", "unstable (1)"]
