@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
-from test_unpadding import batch, compare, make, visible
+from unpadded import batch, compare, make, visible
 
 from composer_speedups import Unpadding, apply_last_layer_subset, apply_unpadding, packed_encoder, packed_modernbert
 from composer_speedups.packing import Holed, count_on_host, count_tokens, hand_over

@@ -1,0 +1,217 @@
+"""Where `Unpadding` keeps the stock forward, refuses, or says what is different: nothing is silently wrong."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from composer.algorithms import Alibi
+from composer.algorithms.warnings import NoEffectWarning
+from composer.models import HuggingFaceModel
+from small import Doubled
+from unpadded import FAMILIES, LENGTH, ROWS, batch, compare, make
+
+from composer_speedups import SDPAttention, Unpadding, apply_masked_token_head, apply_unpadding, packed_encoder
+from composer_speedups.algorithms import unpadding
+from composer_speedups.errors import ConflictError
+from composer_speedups.families import layers_of, stack_of
+
+
+class MeanPooler(torch.nn.Module):
+    """As some put it into a stock model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.dense(hidden.mean(1)).tanh()
+
+
+def unpadding_of(model: torch.nn.Module) -> Unpadding:
+    """The algorithm, installed in a Trainer's state of `model`."""
+    algorithm = Unpadding()
+    state = SimpleNamespace(model=model)
+    algorithm.install(state, SimpleNamespace(log_hyperparameters=lambda _: None))
+    return algorithm
+
+
+def test_a_deberta_with_a_convolution_stays_padded() -> None:
+    model = make("DebertaV2", conv_kernel_size=3)
+    assert apply_unpadding(model) == 0
+    assert "conv_kernel_size" in unpadding._why_not(model.deberta, model)
+
+
+@pytest.mark.parametrize(
+    "extra, text",
+    [
+        ({"output_attentions": True}, "output_attentions"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        (
+            {"attention_mask": torch.ones(ROWS, LENGTH, LENGTH)},
+            r"attention mask is not as the ids .*\(it is \(6, 16, 16\)\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["Bert", "DistilBert"])
+def test_what_packing_cannot_give_takes_the_stock_forward(family: str, extra: dict, text: str, caplog) -> None:
+    if family == "DistilBert" and "attention_mask" in extra:
+        pytest.skip("the stock model takes no such mask either")
+    head = "ForTokenClassification"
+    cls = getattr(transformers, family + head)
+    stock = cls._from_config(make(family).config, attn_implementation="eager").double()
+    fast = copy.deepcopy(stock)
+    apply_unpadding(fast)
+    packed_encoder._SAID.clear()
+    inputs = batch(head) | extra
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        out = fast(**inputs)
+        fast(**inputs)
+    assert len(caplog.records) == 1, "said once"
+    assert re.search(text, caplog.text)
+    expected = stock(**inputs)
+    for name in expected:
+        a, b = out[name], expected[name]
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("values", [(0, 1, 2), (0, 1, 0.5), (-1e4, 0, 0)], ids=["segments", "weights", "added"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_of_other_numbers_take_the_stock_forward(family: str, attention: str, values: tuple, caplog) -> None:
+    if attention == "sdpa" and family in ("Electra", "MPNet", "DebertaV2"):
+        pytest.skip("the first has no SDPA in 4.53, the others have none")
+    cls = getattr(transformers, f"{family}ForSequenceClassification")
+    stock = cls._from_config(make(family).config, attn_implementation=attention)
+    for parameter in stock.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    fast, inputs = copy.deepcopy(stock), batch("ForSequenceClassification", FAMILIES[family])
+    assert apply_unpadding(fast) == 2
+    padding, real, odd = values
+    mask = torch.where(inputs["attention_mask"].bool(), real, padding).to(torch.tensor(values).dtype)
+    mask[0, 4:] = odd
+    inputs["attention_mask"] = mask
+    packed_encoder._SAID.clear()
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        for model in (stock, fast, fast):
+            try:
+                out = model(**inputs).logits.detach()
+            except RuntimeError as error:  # PyTorch's kernel takes no such mask
+                out = str(error)
+            if model is stock:
+                expected = out
+            assert out == expected if isinstance(out, str) else torch.equal(out, expected)
+    assert caplog.text.count("an attention mask of other numbers than 0 and 1") == len(caplog.records) == 1
+
+
+def test_says_it_once_whatever_the_shape(caplog) -> None:
+    model, rows = make(), batch("Model")["input_ids"]
+    apply_unpadding(model)
+    packed_encoder._SAID.clear()
+    with caplog.at_level(logging.WARNING, "composer_speedups"), torch.no_grad():
+        for length in (5, 6, 7):
+            model(rows[:, :length], torch.ones(ROWS, length, length))
+    assert len(caplog.records) == len(packed_encoder._SAID) == 1 and "(6, 5, 5)" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["class", "instance"])  # a class of its own, or as Composer's Alibi does it
+@pytest.mark.parametrize("part", ["encoder", "attention", "layer", "embeddings"])
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "DebertaV2"])
+def test_a_forward_of_ones_own_is_left_alone(family: str, part: str, way: str) -> None:
+    stock, head = make(family, "ForTokenClassification"), "ForTokenClassification"
+    attention = dict.fromkeys(("Bert", "DebertaV2"), "encoder.layer.1.attention.self")
+    attention["DistilBert"] = "transformer.layer.1.attention"
+    module = stock.base_model
+    if part == "attention":
+        module = module.get_submodule(attention.get(family, "layers.1.attn"))
+    elif part == "layer":
+        module = layers_of(stack_of(module))[1]
+    elif part == "embeddings":
+        module = module.embeddings
+    place = next(name for name, m in stock.named_modules() if m is module)
+    if way == "class":
+        module.__class__ = type(type(module).__name__, (Doubled, type(module)), {})
+    fast = copy.deepcopy(stock)
+    if way == "instance":
+        there = fast.get_submodule(place)
+        there.forward = functools.partial(there.forward)
+    assert apply_unpadding(fast) == 0
+    compare(stock, fast, head, batch(head))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_composers_alibi_is_refused_in_any_order(order: str, make_trainer) -> None:
+    """It replaces the attention's forward on the object itself."""
+    model = HuggingFaceModel(transformers.BertForTokenClassification(make(num_labels=2).config), use_logits=True)
+    samples = [batch("ForTokenClassification")]
+    samples = [{key: value[i % ROWS] for key, value in samples[0].items()} for i in range(8)]
+    algorithms = [Alibi(40), Unpadding()]
+    trainer = functools.partial(
+        make_trainer, model=model, train_dataloader=torch.utils.data.DataLoader(samples, batch_size=4)
+    )
+    if order == "before":
+        with pytest.warns(NoEffectWarning, match="BertSdpaSelfAttention has a forward of its own|SelfAttention has a"):
+            trainer(algorithms)
+    else:
+        made = trainer(algorithms[::-1])
+        with pytest.raises(ConflictError, match="Composer's Alibi"):
+            made.fit()
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+def test_a_pooler_of_ones_own_is_given_rows(head: str) -> None:
+    """Its mean is over padding, too: zeros here; the stock model has there what its layers make of padding."""
+    stock = make("Bert", head)
+    stock.base_model.pooler = MeanPooler(32).double()
+    fast = copy.deepcopy(stock)
+    assert apply_unpadding(fast) == 2
+    inputs = batch(head, kind="full")
+    compare(stock, fast, head, inputs)
+    inputs = batch(head)
+    hidden = fast.base_model(inputs["input_ids"], inputs["attention_mask"])
+    torch.testing.assert_close(hidden.pooler_output, fast.base_model.pooler(hidden.last_hidden_state))
+
+
+def test_says_what_hooks_see(caplog) -> None:
+    model = make()
+    model.bert.encoder.layer[0].register_forward_hook(lambda *_: None)
+    caplog.set_level(logging.WARNING, "composer_speedups")
+    unpadding_of(model)
+    assert "hooks on BertLayer see packed tokens" in caplog.text
+
+
+def test_must_come_before_the_head_on_masked_tokens() -> None:
+    model = make("Bert", "ForMaskedLM")
+    assert apply_masked_token_head(model) == 1
+    with pytest.raises(ValueError, match="before apply_masked_token_head"):
+        apply_unpadding(model)
+    assert not any(isinstance(module, packed_encoder.PackedAttention) for module in model.modules())
+
+
+def test_decoders_are_left_alone() -> None:
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**make().config.to_diff_dict() | {"is_decoder": True}))
+    assert apply_unpadding(model) == 0
+
+
+def test_is_the_attention(make_trainer) -> None:
+    with pytest.raises(ConflictError, match="attention"):
+        make_trainer([Unpadding(), SDPAttention()])
+
+
+def test_warns_when_there_is_no_encoder(make_trainer) -> None:
+    from composer.models import ComposerClassifier
+
+    with pytest.warns(NoEffectWarning, match="no encoder of bert"):
+        make_trainer([Unpadding()], model=ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2))
+
+
+@pytest.mark.parametrize("wrong", [0, -8, 1.5, True, "64"])
+def test_a_wrong_multiple_is_refused(wrong) -> None:
+    with pytest.raises(ValueError if type(wrong) is int else TypeError, match="multiple_of must be a positive integer"):
+        Unpadding(multiple_of=wrong)

@@ -1,0 +1,127 @@
+"""Models that tests of `Unpadding` unpad, batches for them, and what must be equal."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from small import config_of
+
+ROWS, LENGTH = 6, 16
+
+
+FAMILIES = {  # and their padding ids
+    "Bert": 0,
+    "Roberta": 1,
+    "XLMRoberta": 1,
+    "Camembert": 1,
+    "Electra": 0,
+    "DistilBert": 0,
+    "ModernBert": 0,
+    "MPNet": 1,
+    "DebertaV2": 0,
+}
+
+
+HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
+
+
+# Each head once, and what families differ in: positions that count padding ids, embeddings of another width.
+KINDS = [
+    ("Bert", "ForSequenceClassification"),
+    ("Roberta", "ForMaskedLM"),
+    ("Electra", "ForTokenClassification"),
+    ("XLMRoberta", "ForQuestionAnswering"),
+    ("DistilBert", "ForSequenceClassification"),
+    ("DistilBert", "ForMaskedLM"),
+    ("ModernBert", "ForSequenceClassification"),
+    ("ModernBert", "ForMaskedLM"),
+    ("MPNet", "ForSequenceClassification"),
+    ("MPNet", "ForMaskedLM"),
+    ("DebertaV2", "ForSequenceClassification"),
+    ("DebertaV2", "ForTokenClassification"),
+]
+
+
+def make(family: str = "Bert", head: str = "ForSequenceClassification", **changes: object) -> torch.nn.Module:
+    values = dict(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=40,
+        num_labels=2,
+        pad_token_id=FAMILIES[family],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    if family == "Electra":
+        values["embedding_size"] = 16
+    values |= changes
+    config = config_of(family, **values)
+    model = getattr(transformers, family + head)(config).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # no zero bias, no row of zeros for the padding id: they hide faults
+    return model
+
+
+def batch(head: str, padding_id: int = 0, kind: str = "right") -> dict[str, torch.Tensor]:
+    lengths = torch.tensor([16, 3, 9, 1, 12, 7])
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    if kind == "holes":
+        mask[0, 3:5] = mask[2, 1] = 0
+    elif kind == "full":
+        mask = torch.ones_like(mask)
+    ids = torch.where(mask.bool(), torch.randint(5, 64, mask.shape), padding_id)
+    if kind == "left":
+        ids, mask = ids.flip(1), mask.flip(1)
+    out = {"input_ids": ids, "attention_mask": mask}
+    if head == "ForSequenceClassification":
+        out["labels"] = torch.arange(ROWS) % 2
+    elif head in ("ForTokenClassification", "ForMaskedLM"):
+        out["labels"] = torch.where(mask.bool(), ids % 2, -100)
+    return out
+
+
+def with_answers(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A question answering batch with labels, on real tokens."""
+    last = inputs["attention_mask"].sum(1) - 1
+    return inputs | {"start_positions": last // 2, "end_positions": last}
+
+
+def labelled(family: str, head: str) -> dict[str, torch.Tensor]:
+    inputs = batch(head, FAMILIES[family])
+    return with_answers(inputs) if head == "ForQuestionAnswering" else inputs
+
+
+def visible(out, head: str, mask: torch.Tensor) -> torch.Tensor:
+    """What the model says of real tokens."""
+    if head == "ForSequenceClassification":
+        return out.logits
+    name = {"ForQuestionAnswering": "start_logits", "Model": "last_hidden_state"}.get(head, "logits")
+    return getattr(out, name)[mask.bool()]
+
+
+def compare(stock: torch.nn.Module, fast: torch.nn.Module, head: str, inputs: dict[str, torch.Tensor]) -> None:
+    expected, out = stock(**inputs), fast(**inputs)
+    mask = inputs["attention_mask"]
+    # float64 on both sides: some hundred sums in another order.
+    close = dict(rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(visible(out, head, mask), visible(expected, head, mask), **close)
+    for result in (expected, out):
+        (visible(result, head, mask).sin().sum() + (result.loss if "labels" in inputs else 0)).backward()
+    for (name, p), q in zip(stock.named_parameters(), fast.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def draws(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> bool:
+    with torch.no_grad():
+        return not torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+def set_dropouts(model: torch.nn.Module, training: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train(training)
