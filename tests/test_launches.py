@@ -115,8 +115,8 @@ def test_a_kernel_that_cannot_be_prepared_is_named(on_cpu, tmp_path: Path, monke
     assert "| kernel, 8,192 tokens" in (tmp_path / "table.md").read_text()
 
 
-# As `test_limits.py` has them: a way of the larger size ruins the process, and one that comes after it
-# computes something wrong.
+# As `test_limits.py` has them: a way of the larger size ruins the process, and one that comes after it computes
+# something wrong.
 RUINED = """
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Models that tests of `Unpadding` unpad, batches for them, and what must be equal."""
+"""Small models of all families without padding and with it, batches for them, and what must be equal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import transformers
 from small import config_of
 
 ROWS, LENGTH = 6, 16
-
 
 FAMILIES = {  # and their padding ids
     "Bert": 0,
@@ -20,10 +19,7 @@ FAMILIES = {  # and their padding ids
     "MPNet": 1,
     "DebertaV2": 0,
 }
-
-
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
-
 
 # Each head once, and what families differ in: positions that count padding ids, embeddings of another width.
 KINDS = [
@@ -42,8 +38,9 @@ KINDS = [
 ]
 
 
-def make(family: str = "Bert", head: str = "ForSequenceClassification", **changes: object) -> torch.nn.Module:
-    values = dict(
+def tiny_config(family: str, **changes: object):
+    """Of two layers, without dropout: what is computed twice is the same."""
+    values: dict[str, object] = dict(
         vocab_size=64,
         hidden_size=32,
         num_hidden_layers=2,
@@ -55,14 +52,19 @@ def make(family: str = "Bert", head: str = "ForSequenceClassification", **change
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    if family == "Electra":
-        values["embedding_size"] = 16
-    values |= changes
-    config = config_of(family, **values)
-    model = getattr(transformers, family + head)(config).double()
+    return config_of(family, **(values | changes))
+
+
+def with_random_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """`model` with no zero bias and no row of zeros for the padding id: they hide faults."""
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)  # no zero bias, no row of zeros for the padding id: they hide faults
+        torch.nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def make(family: str = "Bert", head: str = "ForSequenceClassification", **changes: object) -> torch.nn.Module:
+    own = {"embedding_size": 16} if family == "Electra" else {}
+    return with_random_weights(getattr(transformers, family + head)(tiny_config(family, **(own | changes))).double())
 
 
 def batch(head: str, padding_id: int = 0, kind: str = "right") -> dict[str, torch.Tensor]:

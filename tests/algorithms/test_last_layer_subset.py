@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
-from small import Doubled, checkpoint_blocks, config_of, stock_checkpointing
+from small import Doubled, checkpoint_blocks, stock_checkpointing
+from unpadded import FAMILIES, tiny_config, with_random_weights
 
 from composer_speedups import (
     LastLayerSubset,
@@ -23,36 +24,21 @@ from composer_speedups import first_only as module
 from composer_speedups.families import attention_of, layers_of, stack_of
 from composer_speedups.joint_linear import joint_linear, part_of_linear
 
-PADDING = {"Bert": 0, "Roberta": 1, "Electra": 0, "DistilBert": 0, "ModernBert": 0, "MPNet": 1, "DebertaV2": 0}
+MODELS = ["Bert", "Roberta", "Electra", "DistilBert", "ModernBert", "MPNet", "DebertaV2"]
 EACH_KIND = pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "MPNet", "DebertaV2"])  # of layer
 
 
 def make(family: str = "Bert", attention: str = "sdpa", **changes: object) -> torch.nn.Module:
-    values = dict(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=40,
-        num_labels=3,
-        pad_token_id=PADDING[family],
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    own: dict[str, object] = {"num_labels": 3}
     if family in ("Electra", "MPNet", "DebertaV2"):
         attention = "eager"  # the first has no other in 4.53, the others in none
     if family == "ModernBert":
-        values |= {"num_hidden_layers": 3, "classifier_pooling": "cls"}  # of which the second sees a window
+        own |= {"num_hidden_layers": 3, "classifier_pooling": "cls"}  # of which the second sees a window
         if attention == "eager":  # in float64 the stock one is NaN for tokens that see nothing but padding
-            values["local_attention"] = 30
-    values |= changes
-    config = config_of(family, **values)
+            own["local_attention"] = 30
+    config = tiny_config(family, **(own | changes))
     cls = getattr(transformers, f"{family}ForSequenceClassification")
-    model = cls._from_config(config, attn_implementation=attention).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return with_random_weights(cls._from_config(config, attn_implementation=attention).double())
 
 
 def batch(kind: str = "right", padding_id: int = 0) -> dict[str, torch.Tensor]:
@@ -87,7 +73,7 @@ def compare(stock: torch.nn.Module, fast: torch.nn.Module, inputs: dict[str, tor
 @pytest.mark.parametrize("kind", ["right", "holes", "left", "none"])
 @pytest.mark.parametrize("order", ["alone", "before", "after"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", PADDING)
+@pytest.mark.parametrize("family", MODELS)
 def test_equals_the_whole_layer(family: str, attention: str, order: str, kind: str) -> None:
     stock = make(family, attention)
     fast = copy.deepcopy(stock)
@@ -97,7 +83,7 @@ def test_equals_the_whole_layer(family: str, attention: str, order: str, kind: s
     if order == "before":
         apply_unpadding(fast)
     assert list(fast.state_dict()) == list(stock.state_dict())
-    compare(stock, fast, batch(kind, PADDING[family]))
+    compare(stock, fast, batch(kind, FAMILIES[family]))
 
 
 @EACH_KIND
@@ -268,7 +254,7 @@ def test_a_head_of_ones_own_reads_every_token(family: str, when: str) -> None:
         else:
             setattr(place, name, own)
     assert apply_last_layer_subset(fast) == 0
-    inputs = batch(padding_id=PADDING[family])
+    inputs = batch(padding_id=FAMILIES[family])
     torch.testing.assert_close(fast(**inputs).logits, stock(**inputs).logits, rtol=1e-9, atol=1e-9)
 
 

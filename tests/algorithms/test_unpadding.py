@@ -11,7 +11,21 @@ import pytest
 import torch
 import transformers
 from small import checkpoint_blocks, stock_checkpointing
-from unpadded import FAMILIES, HEADS, KINDS, LENGTH, ROWS, batch, compare, draws, labelled, make, set_dropouts, visible
+from unpadded import (
+    FAMILIES,
+    HEADS,
+    KINDS,
+    LENGTH,
+    ROWS,
+    batch,
+    compare,
+    draws,
+    labelled,
+    make,
+    set_dropouts,
+    visible,
+    with_random_weights,
+)
 
 from composer_speedups import (
     apply_last_layer_subset,
@@ -296,9 +310,8 @@ def test_attention_dropout_has_the_flag_that_stock_code_reads(family: str, atten
         pytest.skip("the first has no SDPA in 4.53, the others have none")
     config = make(family, attention_probs_dropout_prob=0.5).config
     cls = getattr(transformers, f"{family}ForSequenceClassification")
-    stock, inputs = cls._from_config(config, attn_implementation=attention), batch("ForSequenceClassification")
-    for parameter in stock.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    stock = with_random_weights(cls._from_config(config, attn_implementation=attention))
+    inputs = batch("ForSequenceClassification")
     for module in stock.modules():  # what remains to draw is the attention
         if getattr(module, "out_drop", None) is not None:
             module.out_drop.p = 0.0

@@ -15,7 +15,7 @@ from composer.algorithms import Alibi
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
 from small import Doubled
-from unpadded import FAMILIES, LENGTH, ROWS, batch, compare, make
+from unpadded import FAMILIES, LENGTH, ROWS, batch, compare, make, with_random_weights
 
 from composer_speedups import SDPAttention, Unpadding, apply_masked_token_head, apply_unpadding, packed_encoder
 from composer_speedups.algorithms import unpadding
@@ -88,9 +88,7 @@ def test_masks_of_other_numbers_take_the_stock_forward(family: str, attention: s
     if attention == "sdpa" and family in ("Electra", "MPNet", "DebertaV2"):
         pytest.skip("the first has no SDPA in 4.53, the others have none")
     cls = getattr(transformers, f"{family}ForSequenceClassification")
-    stock = cls._from_config(make(family).config, attn_implementation=attention)
-    for parameter in stock.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    stock = with_random_weights(cls._from_config(make(family).config, attn_implementation=attention))
     fast, inputs = copy.deepcopy(stock), batch("ForSequenceClassification", FAMILIES[family])
     assert apply_unpadding(fast) == 2
     padding, real, odd = values
