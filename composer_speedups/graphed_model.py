@@ -9,11 +9,10 @@ import torch
 from composer_speedups.families import GRAPHED, has_head
 from composer_speedups.graphs import Total
 from composer_speedups.packed_encoder import PackedEncoder
-from composer_speedups.surgery import stock_forward
+from composer_speedups.surgery import known_code, stock_forward
 
 __all__ = ["can_be_whole", "read_on_host", "total_of"]
 
-_KNOWN = ("torch.", "transformers.", "composer_speedups.")
 _OF_HEADS = ("labels", "start_positions", "end_positions", "next_sentence_label")  # arguments that no encoder is given
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -29,7 +28,7 @@ def can_be_whole(model: torch.nn.Module) -> bool:
         return False
     waits = has_head(model, ("ForMultipleChoice",)) or getattr(model, "sparse_prediction", False)
     waits = waits or (has_head(model, ("ForPreTraining",)) and encoder.config.model_type == "electra")
-    known = all(type(m).__module__.startswith(_KNOWN) for m in model.modules())
+    known = all(known_code(type(m)) for m in model.modules())
     statistics = any("running_mean" in m._buffers for m in model.modules())
     return known and not waits and not statistics and stock_forward(model)
 

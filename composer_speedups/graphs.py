@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.fixed_total import FixedTotal, total_fixed
 from composer_speedups.read_twice import reading_twice
 from composer_speedups.recording import Memory, Recorded
-from composer_speedups.surgery import hooked
+from composer_speedups.surgery import hooked, known_code
 
 __all__ = ["Graphs", "Total", "all_modules", "kernel_by_kernel"]
 
@@ -28,11 +29,13 @@ _OUTPUT = object()  # stands for a tensor in what layers return
 _REMEMBERED = 4096  # shapes
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _SHORT = 4096  # numbers of a tensor on the host
+_CHANGED = "frozen, moved, other rates of dropout, or numbers that modules of your own keep"
 _CHANGES = 20  # of the layers after which nothing is recorded any more: a recording costs as much as some steps
 # Steps of padding after which a total is recorded. A recording takes the time of 6 to 10 on an H200 (0.11 to 0.22 s),
 # of fewer where a step takes longer.
 _PRICE = 4
 _FLAGS = ("training", "p", "attention_dropout", "dropout_prob")  # of modules
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 @contextmanager
@@ -93,6 +96,7 @@ class Graphs:
         self._memory: Memory | None = None
         self._state: Hashable = None  # of the layers, as the graphs have it in them
         self._changes = 0  # of it, for which graphs were lost
+        self._restless = False  # whether it has changed since the call before
         self._largest = 0  # numbers in the inputs of what is recorded, or tokens
         self._filled: dict[tuple[Hashable, Total], int] = {}  # tokens that were computed for want of such a graph
 
@@ -122,25 +126,27 @@ class Graphs:
         inputs, which = _distinct(values)
         if not inputs or _looked_at:
             return forward(*args, **kwargs)
-        parameters = list({id(p): p for m in modules for p in m._parameters.values() if p is not None}.values())
-        call = _call_key(around, len(args), tuple(kwargs), values, which)
-        self.reason = self._why_not(modules, inputs, parameters)
-        if not self.reason:
-            self.reason, total = self._chosen(call, total, limit)
-        if self.reason:
-            self.launched += 1
-            return forward(*args, **kwargs)
-        if self._known.get((call, total)) is None:
-            self._make_room(sum(x.numel() for x in inputs) if total is None else total.tokens)
-            if total is not None and self._memory is None:
-                total = total.enlarged()
-                self._largest = total.tokens
-            run = functools.partial(_call, forward, values, which, structure, total and total.fixed())
-            self._known[call, total] = self._record(run, inputs, modules, parameters, total)
-        self.replayed += 1
-        recorded, template = self._known[call, total]
-        outputs = iter(recorded(inputs, parameters))
-        return pytree.tree_map(lambda y: next(outputs) if y is _OUTPUT else y, template)
+        # Streams, recordings and replays are of the current device, which the layers' own need not be.
+        with torch.cuda.device(inputs[0].device):
+            parameters = list({id(p): p for m in modules for p in m._parameters.values() if p is not None}.values())
+            call = _call_key(around, len(args), tuple(kwargs), values, which)
+            self.reason = self._why_not(modules, inputs, parameters)
+            if not self.reason:
+                self.reason, total = self._chosen(call, total, limit)
+            if self.reason:
+                self.launched += 1
+                return forward(*args, **kwargs)
+            if self._known.get((call, total)) is None:
+                self._make_room(sum(x.numel() for x in inputs) if total is None else total.tokens)
+                if total is not None and self._memory is None:
+                    total = total.enlarged()
+                    self._largest = total.tokens
+                run = functools.partial(_call, forward, values, which, structure, total and total.fixed())
+                self._known[call, total] = self._record(run, inputs, modules, parameters, total)
+            self.replayed += 1
+            recorded, template = self._known[call, total]
+            outputs = iter(recorded(inputs, parameters))
+            return pytree.tree_map(lambda y: next(outputs) if y is _OUTPUT else y, template)
 
     def _why_not(self, modules, inputs, parameters) -> str:
         """Why the layers must run kernel by kernel, or ""; moves gradients out of the way."""
@@ -148,12 +154,15 @@ class Graphs:
             return "there is a hook in a layer"
         if not any(x.requires_grad for x in (*inputs, *parameters)):
             return "nothing is trained"
+        if len({x.device for x in (*inputs, *parameters)}) > 1:
+            return "the layers are on several devices"
         state = _state(modules, parameters)
+        self._restless = state != self._state and self._state is not None
         if state != self._state:
             self._changes += self._memory is not None
             self._forget(state)
         if self._changes > _CHANGES:
-            return f"the layers have changed {self._changes} times: frozen, moved, or other rates of dropout"
+            return f"the layers have changed {self._changes} times: {_CHANGED}"
         if self._memory is not None and self._memory.taken():
             return "a backward pass comes after another forward pass"
         if self._memory is not None and not self._memory.vacate(parameters):
@@ -179,22 +188,28 @@ class Graphs:
                     return "", min(larger)
         if full:
             return f"the limit of {limit} shapes is reached", total
+        if new and self._restless:
+            return f"the layers have changed since the batch before: {_CHANGED}", total
         if new:
             return "each batch has a shape of its own. Pad to few lengths, or give unpadding multiple_of=512", total
         return "", total
 
+    def release(self) -> None:
+        """Give all memory back. Shapes that have come before are recorded at once when they come again."""
+        shapes = dict.fromkeys(self._known)
+        self._forget(self._state)
+        self._known = shapes
+
     def _forget(self, state: Hashable) -> None:
         """All graphs, as what they have in them of the layers is not so any more, or to make room."""
         if self._memory is not None:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._memory.stream.device)
         self._known, self._filled, self._memory, self._state, self._largest = {}, {}, None, state, 0
 
     def _make_room(self, size: int) -> None:
         """The first graph's memory is what all others use. It does not grow: a larger one begins anew."""
         if size > self._largest and self._memory is not None:
-            shapes = dict.fromkeys(self._known)
-            self._forget(self._state)
-            self._known = shapes  # they have come before
+            self.release()
         self._largest = max(self._largest, size)
 
     def _record(self, call: Callable[..., Any], inputs, modules, parameters, total) -> tuple[Recorded, Any]:
@@ -295,7 +310,23 @@ def _state(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter])
     weights = tuple([(p.data_ptr(), p.requires_grad, p.dtype) for p in parameters])
     buffers = tuple([(b.data_ptr(), b.dtype) for m in modules for b in m._buffers.values() if b is not None])
     # By `__dict__`, as a module takes long to say that it has no such attribute.
-    return weights, buffers, tuple([(type(m), *[m.__dict__.get(name) for name in _FLAGS]) for m in modules])
+    flags = tuple([(type(m), *[m.__dict__.get(name) for name in _FLAGS]) for m in modules])
+    # Such as a temperature, or the scale of an adapter: kernels were given them when they were recorded.
+    own = tuple([_frozen(m.__dict__, _OF_EVERY_MODULE) for m in modules if not known_code(type(m))])
+    return weights, buffers, flags, own
+
+
+def _frozen(value: Any, without: frozenset[str] = frozenset()) -> Hashable:
+    """The numbers and words in `value`, a plain one or a container of such, at present; of others their kind."""
+    if isinstance(value, (*_PLAIN, Number)):
+        return value
+    if isinstance(value, dict):
+        return tuple([(name, _frozen(x)) for name, x in value.items() if name not in without])
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cuda:
+        return value.item()
+    return type(value)
 
 
 @contextmanager

@@ -60,10 +60,17 @@ class Memory:
 
     def keep(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """While recording: move the parameters' gradients to where those of the graphs before are, if there are any,
-        and if they were not written there at once."""
+        and if they were not written there at once.
+
+        Autograd gives both terms of a sum one tensor, and copies it when it becomes a second parameter's `grad`. A
+        replay gives it twice, hence the second has a place of its own from the first graph on.
+        """
+        places = {g.data_ptr() for g in self.gradients.values()}
         for number, gradient in enumerate(gradients):
             if gradient is not None and number not in self.gradients:
-                self.gradients[number] = gradient
+                shared = gradient.data_ptr() in places
+                self.gradients[number] = torch.empty_like(gradient) if shared else gradient
+                places.add(gradient.data_ptr())
         kept = [None if g is None else self.gradients[number] for number, g in enumerate(gradients)]
         moved = [(k, g) for k, g in zip(kept, gradients, strict=True) if k is not g]
         if moved:

@@ -20,6 +20,7 @@ __all__ = [
     "having",
     "hooked",
     "hooked_inside",
+    "known_code",
     "mix_in",
     "override_methods",
     "overrides",
@@ -165,6 +166,18 @@ def stock_class(cls: type) -> type:
     """The class that `cls` was before `override_methods` and `mix_in` laid others over it."""
     layers = _layers(cls)
     return layers[-1][0] if layers else cls
+
+
+@cache
+def known_code(cls: type) -> bool:
+    """Whether a module of class `cls` is PyTorch's, transformers' or ours, which is known not to compute something else
+    by numbers that it keeps in Python.
+
+    >>> from composer.models import HuggingFaceModel
+    >>> known_code(torch.nn.Linear), known_code(HuggingFaceModel)
+    (True, False)
+    """
+    return cls.__module__.startswith(("torch.", "transformers.", "composer_speedups."))
 
 
 def having(model: torch.nn.Module, *kinds: type) -> bool:

@@ -26,14 +26,15 @@ s there).
 `Unpadding` of ModernBERT's. `scope="model"` needs `Unpadding` and a head of transformers' own, called with arguments by
 name; only its loss has gradients then (asking for those of logits beside it is an error; without labels they have
 theirs), and `MaskedTokenHead` needs a `capacity`. Models with modules of your own, with BatchNorm, for multiple choice,
-and ELECTRA's and ModernBERT's that choose tokens by a mask are left alone; numbers that a module of your own, put in
-afterwards, keeps in Python stay what they were. DDP exchanges gradients after the whole backward pass, not beside it;
-not under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes that
-record graphs, or with `GradientCheckpointing`. A hook inside makes all run kernel by kernel, and so do evaluation, a
-second forward pass before the first one's backward pass, and gradients that somebody keeps elsewhere than as a
-parameter's `grad`. Layers that were moved or frozen, or have another dropout rate, are recorded anew, up to twenty
-times. What a forward pass keeps for backward stays allocated between steps, once for all shapes; a shape that is not
-recorded needs as much beside it.
+and ELECTRA's and ModernBERT's that choose tokens by a mask are left alone. DDP exchanges gradients after the whole
+backward pass, not beside it; not under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`,
+with one of its modes that record graphs, or with `GradientCheckpointing`. A hook inside makes all run kernel by kernel,
+and so do evaluation, a second forward pass before the first one's backward pass, and gradients that somebody keeps
+elsewhere than as a parameter's `grad`. Layers that were moved or frozen, or have another dropout rate, are recorded
+anew, up to twenty times; so are those with a module of your own, or an adapter's, whose numbers and words in Python
+have changed. What else such a module computes with, as Python's random numbers, stays as it was recorded. What a
+forward pass keeps for backward stays allocated between steps, once for all shapes; a shape that is not recorded needs
+as much beside it. A Trainer gives it back when training ends; elsewhere it lives as long as the model.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs and NVIDIA's submissions of BERT to MLPerf.
 """
@@ -43,6 +44,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ from composer_speedups.graphs import Graphs, all_modules
 from composer_speedups.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, mix_in
+from composer_speedups.unrecordable import unrecordable
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
@@ -117,7 +120,7 @@ class CUDAGraphs(SpeedUp):
     """
 
     stage = Stage.RECORD
-    events = frozenset({Event.EPOCH_END, Event.FIT_END})
+    events = frozenset({Event.AFTER_LOAD, Event.EPOCH_END, Event.FIT_END})
 
     def __init__(self, limit: int = 8, scope: str = "layers") -> None:
         self.limit = check_count("limit", limit)
@@ -140,9 +143,9 @@ class CUDAGraphs(SpeedUp):
                 "graphs itself. Use torch_compile with scope='block' and no mode, or remove one of them"
             )
         if "gradient_checkpointing" in others:
-            raise ConflictError(
-                "cuda_graphs keeps the memory that gradient_checkpointing is there to save. Remove one of them"
-            )
+            raise ConflictError("cuda_graphs keeps the memory that gradient_checkpointing saves. Remove one of them")
+        if reason := unrecordable(state.model):
+            raise ConflictError(f"cuda_graphs cannot record {reason}")
         count = apply_cuda_graphs(state.model, self.limit, self.scope)
         nothing = f"no layers of {', '.join(GRAPHED)} (with unpadding) in the model"
         if self.scope == "model":
@@ -150,6 +153,9 @@ class CUDAGraphs(SpeedUp):
         self.report(logger, count, nothing, already=having(state.model, _Graphed))
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.AFTER_LOAD:
+            self.at_close(state, partial(_release, state.model))  # a fit that fails comes to no end
+            return
         all_graphs = [graphs for m in state.model.modules() if (graphs := _GRAPHS.get(m)) is not None]
         if not all_graphs:
             return
@@ -162,6 +168,14 @@ class CUDAGraphs(SpeedUp):
                 NoEffectWarning(f"{self!r} replayed nothing in {counts['launched']} forward passes: {reasons[0]}"),
                 stacklevel=2,
             )
+        if event is Event.FIT_END:
+            _release(state.model)
+
+
+def _release(model: torch.nn.Module) -> None:
+    """What graphs in `model` hold, which whoever evaluates it, or trains another, may need."""
+    for graphs in filter(None, map(_GRAPHS.get, model.modules())):
+        graphs.release()
 
 
 def _family(module: torch.nn.Module) -> str | None:

@@ -505,7 +505,7 @@ def test_layers_that_change_all_the_time_are_not_recorded_for_ever(monkeypatch: 
         model.zero_grad()
         model(**batch).loss.backward()
     assert (graphs_of(model).replayed, graphs_of(model).launched) == (3, 9)
-    assert graphs_of(model).reason == "the layers have changed 3 times: frozen, moved, or other rates of dropout"
+    assert graphs_of(model).reason.startswith("the layers have changed 3 times: frozen, moved, other rates of dropout")
 
 
 @pytest.mark.gpu
@@ -653,7 +653,7 @@ def test_copies_and_pickles_have_graphs_of_their_own() -> None:
     [
         (TorchCompile(scope="model"), "scope='model'.*Use torch_compile with scope='block' and no mode"),
         (TorchCompile(scope="block", mode="reduce-overhead"), "reduce-overhead.*or remove one of them"),
-        (GradientCheckpointing(), "keeps the memory that gradient_checkpointing is there to save"),
+        (GradientCheckpointing(), "keeps the memory that gradient_checkpointing saves"),
     ],
 )
 def test_contradictions_are_refused(make_trainer, monkeypatch: pytest.MonkeyPatch, other, message: str) -> None:
