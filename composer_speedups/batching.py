@@ -92,7 +92,8 @@ class LengthGroupedSampler(DistributedSampler):
 
     An epoch is shuffled, cut into pools of `pool` batches, each pool sorted by length and cut into batches, and the
     batches of all pools are shuffled. A batch left over at the end is made of random samples. The ranks share each
-    batch as cards are dealt, so that their longest samples are neighbours in length.
+    batch as cards are dealt, so that their longest samples are neighbours in length, and shuffle their share: where it
+    is split into microbatches, each with a mean over its tokens, those of short samples would else weigh more.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class LengthGroupedSampler(DistributedSampler):
         self.total_size = self.num_samples * num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        return (int(i) for batch in self.batches() for i in batch[self.rank :: self.num_replicas])
+        random = np.random.default_rng((self.seed, self.epoch, self.rank))
+        shares = (batch[self.rank :: self.num_replicas] for batch in self.batches())
+        return (int(i) for share in shares for i in random.permutation(share))
 
     def batches(self) -> list[np.ndarray]:
         """The epoch's batches, of all ranks together."""
@@ -133,7 +136,8 @@ class TokenBudgetSampler(DistributedSampler):
 
     The number of batches is the same in every epoch: the shuffled samples' tokens, end to end, are cut into that many
     equal stretches, and a sample belongs to the stretch that its middle lies in. So a batch has `tokens` tokens a
-    rank on average and deviates by less than a sample. The ranks get equal shares, the longest samples dealt first.
+    rank on average and deviates by less than a sample. The ranks get equal shares, the longest samples dealt first; in
+    each they are in the epoch's random order, so that microbatches, of equally many samples, differ by chance alone.
 
     Args:
         tokens: of a batch, on each rank.
@@ -208,7 +212,8 @@ class TokenBudgetSampler(DistributedSampler):
             least = held.index(min(held))
             shares[least].append(int(i))
             held[least] += int(self.lengths[i])
-        return shares
+        place = {int(i): number for number, i in enumerate(batch)}
+        return [sorted(share, key=place.__getitem__) for share in shares]
 
 
 class TrimPadding:

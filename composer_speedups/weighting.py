@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["of_tokens", "trainer_weighs_tokens"]
+from composer_speedups.batching import IGNORED
+
+__all__ = ["labelled", "of_tokens", "trainer_weighs_tokens", "weigh"]
 
 
 def of_tokens(batch: object) -> bool:
@@ -17,6 +19,21 @@ def of_tokens(batch: object) -> bool:
         return False
     tokens = [x for x in map(batch.get, ("input_ids", "attention_mask")) if isinstance(x, torch.Tensor)]
     return labels.shape[:2] == tokens[0].shape[:2] if tokens else labels.shape[1] > 1
+
+
+def labelled(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """How many labels of `batch` count, as a tensor where they are: nobody waits for the device."""
+    return batch["labels"].ne(IGNORED).sum()
+
+
+def weigh(loss: object, factor: float | torch.Tensor) -> None:
+    """Multiply the gradients of `loss`, in whatever form a Composer model tells it, by `factor`. Its value stays."""
+    losses = loss if isinstance(loss, tuple | list) else [loss]
+    if isinstance(loss, Mapping):  # where there is a total, Composer's backward begins there, through all
+        losses = [loss["total"]] if "total" in loss else loss.values()
+    for one in losses:
+        if isinstance(one, torch.Tensor) and one.requires_grad:
+            one.register_hook(lambda gradient: (gradient * factor).to(gradient.dtype))
 
 
 def trainer_weighs_tokens() -> bool:

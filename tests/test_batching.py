@@ -93,8 +93,17 @@ def test_grouping_leaves_little_padding_and_stays_random() -> None:
     means = np.array([LENGTHS[b].mean() for b in first])
     # No trend of length over the epoch: the rank correlation of 126 independent values has a deviation of 0.09.
     assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.3
-    again = grouped()
-    assert list(again) == [int(i) for b in first for i in b]
+    again = iter(list(grouped()))
+    assert all({next(again) for _ in b} == set(b.tolist()) for b in first)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_halves_of_a_grouped_batch_are_as_long(ranks: int) -> None:
+    """Microbatches are cut out of a batch in its order, and each has a mean over its tokens."""
+    order = LENGTHS[list(grouped(ranks, size=32, pool=1))][: 1003 // (32 * ranks) * 32].reshape(-1, 2, 16)
+    first, second = order.sum((0, 2))
+    # Of 15 batches or more; within one of pool 1 lengths deviate as those of all samples do, by 57.
+    assert abs(first - second) < 4 * LENGTHS.std() * order.shape[0] ** 0.5 * 32**0.5
 
 
 def test_what_is_dropped_is_random() -> None:
@@ -126,6 +135,17 @@ def test_budget_epoch_has_every_sample_once_and_equal_tokens(ranks: int) -> None
         assert np.abs(tokens.sum(0) - mean).max() < LENGTHS.max()
         assert (tokens.max(0) - tokens.min(0)).max() <= LENGTHS.max()
     assert len(steps) == 1  # the same in all epochs, as schedules need it
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_ranks_share_keeps_the_random_order(ranks: int) -> None:
+    """Dealt longest first and left so, a batch's first microbatch would hold its long samples, its last the short."""
+    alone = TokenBudgetSampler(
+        Rows(LENGTHS), LENGTHS, tokens=2000, seed=3, num_replicas=1, rank=0, together=2000 * ranks
+    )
+    for batch, shares in zip(alone, budget(ranks).batches(), strict=True):
+        assert all(share == [i for i in batch if i in share] for share in shares)
+        assert sorted(i for share in shares for i in share) == sorted(batch)
 
 
 def test_all_ranks_split_a_step_into_as_many_microbatches() -> None:

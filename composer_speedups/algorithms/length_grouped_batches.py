@@ -22,12 +22,15 @@ study's verdict is *unstable*; `benchmarks/results/2026-11-21_cpu_length_grouped
 `input_ids`, or with `dataset.lengths`; without that all samples are read once before training. The order
 becomes a random one, from the loader's `DistributedSampler.seed` or the Trainer's seed, even where it was not.
 Ranks share each batch so that their longest samples are neighbours in length; the widths may still differ by a
-step of `multiple_of`.
+step of `multiple_of`. Resuming in mid-epoch needs the same `pool`, batch size and number of ranks: others are warned
+of.
 
 Source: `group_by_length` of the Hugging Face Trainer, whose batches are sorted in the same way.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from composer.core import Event, State
@@ -44,6 +47,7 @@ from composer_speedups.batching import (
     seed_of,
     sharing,
 )
+from composer_speedups.resumed_batches import warn_of_other_batches
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["LengthGroupedBatches", "apply_length_grouped_batches"]
@@ -110,11 +114,30 @@ class LengthGroupedBatches(SpeedUp):
     def __init__(self, pool: int = 50, multiple_of: int = 8) -> None:
         self.pool = check_count("pool", pool)
         self.multiple_of = check_count("multiple_of", multiple_of)
+        self._plan: dict[str, int] = {}  # what decides which samples a batch has; checkpoints keep it
+        self._saved: dict[str, int] | None = None  # that of the checkpoint that was loaded, if this was in it
+        self._first = True  # fit of this Trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._plan}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is restored: only what is compared when the fit starts. Older versions wrote no such thing."""
+        self._saved = {name: value for name, value in state.items() if name != "repr"}
 
     def install(self, state: State, logger: Logger) -> None:
         """Nothing yet: the dataloader is not there before `Event.FIT_START`."""
+        self._plan, self._saved, self._first = {}, None, True
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        self._group(state, logger)
+        sampler, first, done = state.dataloader.sampler, self._first, int(state.timestamp.batch_in_epoch)
+        self._plan = {"pool": sampler.pool, "samples_per_batch": sampler.batch_size * sampler.num_replicas}
+        self._first = False
+        if first and done and self._saved != {} and self._saved != self._plan:
+            warn_of_other_batches(int(state.timestamp.epoch), self.key())
+
+    def _group(self, state: State, logger: Logger) -> None:
         if isinstance(getattr(state.dataloader, "sampler", None), LengthGroupedSampler):
             return
         loader = apply_length_grouped_batches(state.dataloader, self.pool, self.multiple_of, state.rank_zero_seed)

@@ -9,9 +9,10 @@ allows.
 step with n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not
 lose weight to long ones (the logged loss stays the batch's mean). With one label a token, as in MLM, the loss
 is a mean over tokens, of which batches hold equally many: no scale is needed but the one that undoes Composer's
-weighting of ranks by samples. Such labels are recognised as integers under the batch's `labels`, in the shape of its
-`input_ids` or `attention_mask`, or in two dimensions where it has neither; where your model's have another name, or a
-place in a tuple, ask for `weighting="batch"`, which leaves all batches alike, as Composer would.
+weighting of ranks and microbatches by samples, so that microbatches make exactly the batch's mean. Such labels are
+recognised as integers under the batch's `labels`, in the shape of its `input_ids` or `attention_mask`, or in two
+dimensions where it has neither; where your model's have another name, or a place in a tuple, ask for
+`weighting="batch"`, which leaves all batches alike, as Composer would.
 
 **When it pays.** Together with `Unpadding`, on one rank to even out memory, on several to even out time. On
 padded models use `LengthGroupedBatches`.
@@ -33,7 +34,6 @@ Source: token-budget batches as fairseq's `max_tokens`; sequence packing in Mode
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,9 +44,9 @@ from torch.utils.data import DataLoader
 from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.batching import TokenBudgetSampler, check_loader, rebuild, sample_lengths, seed_of, sharing
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.resumed_budget import check_resumed
+from composer_speedups.resumed_batches import check_resumed
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.weighting import of_tokens, trainer_weighs_tokens
+from composer_speedups.weighting import labelled, of_tokens, trainer_weighs_tokens, weigh
 
 __all__ = ["TokenBudgetBatches", "apply_token_budget_batches"]
 
@@ -113,7 +113,10 @@ class TokenBudgetBatches(SpeedUp):
     stage = Stage.DATA
     slot = "batches"
     regroups = True
-    events = frozenset({Event.FIT_START, Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD, Event.FIT_END})
+    events = frozenset({
+        Event.FIT_START, Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD, Event.EPOCH_END,
+        Event.FIT_END,
+    })  # fmt: skip
 
     def __init__(self, tokens_per_batch: int | None = None, weighting: str = "sample", multiple_of: int = 8) -> None:
         if tokens_per_batch is not None:
@@ -122,6 +125,8 @@ class TokenBudgetBatches(SpeedUp):
         self.weighting = check_choice("weighting", weighting, WEIGHTINGS)
         self.multiple_of = check_count("multiple_of", multiple_of)
         self._epoch = -1
+        self._drawn = 0  # batches of this epoch's order: with spin_dataloaders=False not those that were trained on
+        self._labelled: torch.Tensor | None = None  # tokens of the rank's batch that its loss is a mean over
         self._samples: list[list[int]] = []  # of each step, on each rank
         self._whole = math.inf  # samples of a batch of the loader that was replaced
         self._asked: int | float | None = None  # the Trainer's microbatch before this fit
@@ -142,6 +147,8 @@ class TokenBudgetBatches(SpeedUp):
         self._plan, self._saved, self._first = {}, {}, True
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event in (Event.FIT_START, Event.EPOCH_END):
+            self._drawn = 0
         if event is Event.FIT_START:
             if self.weighting == "sample" and trainer_weighs_tokens():
                 raise ConflictError(
@@ -153,8 +160,12 @@ class TokenBudgetBatches(SpeedUp):
                 self._asked = state.device_train_microbatch_size
             self._replace_loader(state, logger)
             self._check_resumed(state)
+        elif event is Event.BEFORE_DATALOADER:  # also of those that were done when a checkpoint was saved
+            self._drawn += 1
         elif event is Event.AFTER_DATALOADER:
             self._fit_microbatch(state)
+            whole = self.weighting == "sample" and of_tokens(state.batch)
+            self._labelled = labelled(state.batch).clamp(min=1) if whole else None
         elif event is Event.BEFORE_BACKWARD and self.weighting == "sample":
             self._weigh(state)
         elif event is Event.FIT_END and self._set is not None:
@@ -220,7 +231,7 @@ class TokenBudgetBatches(SpeedUp):
         if self._epoch != sampler.epoch:
             self._epoch = sampler.epoch
             self._samples = [[len(share) for share in batch] for batch in sampler.batches()]
-        return self._samples[int(state.timestamp.batch_in_epoch)]
+        return self._samples[self._drawn - 1]
 
     def _weigh(self, state: State) -> None:
         sampler = self._sampler(state)
@@ -228,13 +239,12 @@ class TokenBudgetBatches(SpeedUp):
             return
         samples = self._samples_of_step(state)
         if of_tokens(state.batch):
-            # A mean over tokens, which ranks hold equally many of; Composer weighs ranks by their samples.
-            factor = sum(samples) / len(samples) / samples[sampler.rank]
+            # A mean over tokens, which ranks hold equally many of. Composer weighs it by samples, of which ranks and
+            # microbatches have more where they are short.
+            own, part = samples[sampler.rank], len(state.batch["labels"])
+            factor = sum(samples) / len(samples) / own
+            if part < own and self._labelled is not None:
+                factor = labelled(state.batch) / self._labelled * (factor * own / part)
         else:
             factor = sum(samples) * sampler.steps / len(sampler.lengths)
-        losses = state.loss if isinstance(state.loss, tuple | list) else [state.loss]
-        if isinstance(state.loss, Mapping):  # where there is a total, Composer's backward begins there, through all
-            losses = [state.loss["total"]] if "total" in state.loss else state.loss.values()
-        for loss in losses:
-            if isinstance(loss, torch.Tensor) and loss.requires_grad:
-                loss.register_hook(lambda gradient: gradient * factor)  # the logged loss stays the batch's mean
+        weigh(state.loss, factor)

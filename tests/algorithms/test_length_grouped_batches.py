@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
@@ -67,6 +69,23 @@ def test_resumed_training_is_the_uninterrupted_one(make_trainer, tmp_path) -> No
     assert len(batches) == 14
     for one, other in zip(whole.state.model.parameters(), resumed.state.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_checkpoint_of_mid_epoch_with_other_batches_is_warned_of(make_trainer, tmp_path, caplog) -> None:
+    saved = {"save_interval": "7ba", "save_num_checkpoints_to_keep": 9}
+    for name, algorithms in (("stock", []), ("grouped", [LengthGroupedBatches()])):
+        train(make_trainer, algorithms, "1ep", save_folder=str(tmp_path / name), **saved)
+
+    def told(name: str, algorithm: LengthGroupedBatches, checkpoint: str = "ep0-ba7", duration: str = "1ep") -> int:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "composer_speedups"):
+            train(make_trainer, [algorithm], duration, load_path=str(tmp_path / name / f"{checkpoint}-rank0.pt"))
+        return caplog.text.count("in the middle of epoch 0 with other batches than length_grouped_batches has here")
+
+    assert told("stock", LengthGroupedBatches()) == 1
+    assert told("grouped", LengthGroupedBatches(pool=2)) == 1
+    assert told("grouped", LengthGroupedBatches()) == 0
+    assert told("grouped", LengthGroupedBatches(pool=2), "ep1-ba20", "2ep") == 0  # nothing of that epoch is left
 
 
 def test_function_form_keeps_the_loaders_settings() -> None:

@@ -12,7 +12,7 @@ from composer.models import ComposerModel, HuggingFaceModel
 from small import bert_config
 from test_length_grouped_batches import Indexed, train
 from torch.utils.data import DataLoader
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, BertForTokenClassification
 
 from composer_speedups import TokenBudgetBatches, apply_token_budget_batches
 from composer_speedups.batching import TokenBudgetSampler, sample_lengths
@@ -84,6 +84,39 @@ def test_every_sample_weighs_the_same(make_trainer, weighting: str, rows: type, 
     assert worst < 1e-6 if weighting == "sample" else worst > 1e-2
 
 
+class Tagged(Indexed):
+    """A label a token, and some that do not count; short rows have more of those that do."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        ids, mask = sample["input_ids"], sample["attention_mask"]
+        counts = (ids % (2 if mask.sum() < 30 else 5) == 0) & mask.bool()
+        return sample | {"labels": torch.where(counts, ids % 3, -100)}
+
+
+@pytest.mark.parametrize("microbatch", [2, 3])
+def test_microbatches_make_the_mean_over_the_batchs_tokens(make_trainer, microbatch: int) -> None:
+    found = []
+    for size in (None, microbatch):
+        torch.manual_seed(1)
+        model, seen = BertForTokenClassification(bert_config()).double(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def keep(optimizer, *_, seen=seen) -> None:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            seen.append(torch.cat([g.flatten() for g in gradients if g is not None]))
+
+        optimizer.register_step_post_hook(keep)
+        make_trainer(
+            [TokenBudgetBatches(300)], model=HuggingFaceModel(model), optimizer=optimizer, max_duration="5ba",
+            train_dataloader=DataLoader(Tagged(), batch_size=8, shuffle=True), device_train_microbatch_size=size,
+        ).fit()  # fmt: skip
+        found.append(torch.stack(seen))
+    assert found[0].shape[0] == 5
+    # As above: 1.0 passes through float32. By samples, as Composer weighs them, it is off by tens of percents.
+    assert (found[1] - found[0]).norm() < 1e-6 * found[0].norm()
+
+
 class Losses(ComposerModel):
     """The same training, with the loss told in one way or another, or with batches as tuples."""
 
@@ -150,11 +183,10 @@ def weights_of_samples(algorithm: TokenBudgetBatches, ranks: int, token_labels: 
     for step, batch in enumerate(samplers[0].batches()):
         counts, weights = [len(share) for share in batch], []
         for rank, count in enumerate(counts):
-            algorithm._epoch = -1  # the algorithm of another rank
+            algorithm._epoch, algorithm._drawn = -1, step + 1  # the algorithm of another rank
             loss = torch.ones((), requires_grad=True)
             state = SimpleNamespace(
                 dataloader=SimpleNamespace(batch_sampler=samplers[rank]),
-                timestamp=SimpleNamespace(batch_in_epoch=step),
                 batch={"labels": torch.zeros(count, 9, dtype=torch.long) if token_labels else torch.zeros(count)},
                 loss=loss * 1,
             )
@@ -200,6 +232,22 @@ def test_resumed_training_is_the_uninterrupted_one(make_trainer, tmp_path) -> No
     _, resumed = train(make_trainer, [TokenBudgetBatches(300)], load_path=str(path))
     for one, other in zip(whole.state.model.parameters(), resumed.state.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_resumed_without_spinning_it_trains_on(make_trainer, tmp_path, monkeypatch) -> None:
+    """The epoch's batches come from its first one again, and their own numbers of samples count, not later ones'."""
+    train(make_trainer, [TokenBudgetBatches(300)], "7ba", save_folder=str(tmp_path), save_interval="7ba")
+    weigh, sizes = TokenBudgetBatches._weigh, []
+
+    def seen(self, state) -> None:
+        sizes.append(len(state.batch["labels"]))
+        weigh(self, state)
+
+    monkeypatch.setattr(TokenBudgetBatches, "_weigh", seen)
+    algorithm, checkpoint = TokenBudgetBatches(300), str(tmp_path / "ep0-ba7-rank0.pt")
+    batches, _ = train(make_trainer, [algorithm], "2ep", load_path=checkpoint, spin_dataloaders=False)
+    assert len(batches) == 2 * algorithm.evidence["changed"]
+    assert sizes == [len(batch) for batch in batches]  # each a single microbatch
 
 
 def test_checkpoints_load_with_and_without_it_in_mid_epoch(make_trainer, tmp_path, caplog) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of mid-epoch, and batches by a token budget: whether those done are those that the epoch has here.
+"""A checkpoint of mid-epoch, and batches of our own: whether those done are those that the epoch has here.
 
 Composer skips as many batches as were done. With another number of ranks, or another budget, an epoch is cut otherwise.
 """
@@ -13,7 +13,7 @@ from composer.core import Timestamp
 from composer_speedups.batching import TokenBudgetSampler
 from composer_speedups.errors import ConflictError
 
-__all__ = ["check_resumed"]
+__all__ = ["check_resumed", "warn_of_other_batches"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -37,8 +37,13 @@ def check_resumed(sampler: TokenBudgetSampler, timestamp: Timestamp, saved: Mapp
         )
     epoch, done = int(timestamp.epoch), int(timestamp.batch_in_epoch)
     if not saved and sampler.samples_before(epoch, done) != timestamp.sample_in_epoch:
-        log.warning(
-            "the checkpoint was saved in the middle of epoch %d with other batches than token_budget_batches has "
-            "here: in what is left of it samples may come twice, or not at all",
-            epoch,
-        )
+        warn_of_other_batches(epoch, "token_budget_batches")
+
+
+def warn_of_other_batches(epoch: int, name: str) -> None:
+    log.warning(
+        "the checkpoint was saved in the middle of epoch %d with other batches than %s has here: in what is left of it "
+        "samples may come twice, or not at all",
+        epoch,
+        name,
+    )
