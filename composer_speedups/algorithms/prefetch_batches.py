@@ -4,7 +4,9 @@
 copies are queued behind the last step's kernels and ahead of this step's. Copied one step early on a stream of
 their own, from page-locked memory, they run beside the computation.
 
-**Numerics.** None: the same batches in the same order, bit for bit, also after resuming.
+**Numerics.** None: the same batches in the same order, bit for bit, also after resuming. But where an epoch is broken
+off (`train_subset_num_batches`, a duration in batches) and workers persist, they have made a batch more by then: what
+they draw at random, and a stream that goes on, are those of one batch later from there on.
 
 **When it pays.** A batch of token ids is small: expect little, and that where steps are short. More for inputs that are
 large themselves (images, embeddings).

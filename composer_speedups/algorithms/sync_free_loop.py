@@ -136,11 +136,17 @@ class _Transfer:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         asking = sys._getframe(1).f_code
-        # The zeros that losses are added to are the only tensor of one dimension that _train_microbatches asks for.
-        if asking in self._counting and not (asking is self._microbatches and tensor.ndim):
+        # Zeros that the parts of a loss are added to, if it has some, are the only tensors of one dimension that
+        # _train_microbatches asks for. Those of the sum are _train_batch's.
+        part = asking is self._microbatches and tensor.ndim
+        if asking in self._counting and not part:
             return tensor
         sent = self._send(tensor)
-        return _RunningLoss.of(sent, self.delayed) if asking is self._loss and tensor.is_floating_point() else sent
+        if part and self.delayed is not None:
+            return _RunningLoss.of(sent, partial(self.delayed.swap, sys._getframe(1).f_locals["loss_key"]))
+        if asking is self._loss and tensor.is_floating_point():
+            return _RunningLoss.of(sent, None if self.delayed is None else partial(self.delayed.swap, "total"))
+        return sent
 
     def batch(self, batch: Any) -> Any:
         moved = Device.batch_to_device(self.plain, batch)  # type: ignore[arg-type]
@@ -164,12 +170,12 @@ class _RunningLoss(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    _delayed: _Delayed | None = None
+    _swap: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @staticmethod
-    def of(tensor: torch.Tensor, delayed: _Delayed | None) -> _RunningLoss:
+    def of(tensor: torch.Tensor, swap: Callable[[torch.Tensor], torch.Tensor] | None) -> _RunningLoss:
         loss = torch.Tensor._make_subclass(_RunningLoss, tensor)
-        loss._delayed = delayed
+        loss._swap = swap
         return loss
 
     def item(self) -> Any:
@@ -177,20 +183,20 @@ class _RunningLoss(torch.Tensor):
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         plain = self.as_subclass(torch.Tensor)
-        return plain.cpu(*args, **kwargs) if self._delayed is None else self._delayed.swap(plain)
+        return plain.cpu(*args, **kwargs) if self._swap is None else self._swap(plain)
 
 
 class _Delayed:
-    """Hands out the loss of the step before; this step's is copied while the next one is being queued."""
+    """Hands out the losses of the step before; this step's are copied while the next one is being queued."""
 
     def __init__(self) -> None:
-        self._last: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._last: dict[str, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 
     def forget(self) -> None:
         """There is no step before."""
-        self._last = None
+        self._last.clear()
 
-    def swap(self, loss: torch.Tensor) -> torch.Tensor:
+    def swap(self, name: str, loss: torch.Tensor) -> torch.Tensor:
         if loss.is_cuda:
             copy = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
             copy.copy_(loss, non_blocking=True)
@@ -198,7 +204,7 @@ class _Delayed:
             done.record()
         else:
             copy, done = loss.clone(), None
-        before, self._last = self._last or (copy, done), (copy, done)
+        before, self._last[name] = self._last.get(name, (copy, done)), (copy, done)
         if before[1] is not None:
             before[1].synchronize()  # of the step before: long done, unless the host is a whole step ahead
         return before[0]

@@ -120,6 +120,30 @@ def test_a_delayed_loss_is_the_last_steps(make_trainer) -> None:
     assert after[2] == 1  # the first step's own
 
 
+class InParts(HuggingFaceModel):
+    def loss(self, outputs, batch):
+        return {"first": outputs["loss"] * 0.25, "second": outputs["loss"] * 0.75}
+
+
+def test_parts_of_a_delayed_loss_are_of_its_step(make_trainer) -> None:
+    found = []
+    for change in (None, delayed):
+        memory = InMemoryLogger()
+        torch.manual_seed(1)
+        model = InParts(bert(), use_logits=True)
+        trainer = make_trainer(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loggers=[memory],
+            train_dataloader=torch.utils.data.DataLoader(BatchDataset(32), batch_size=8, collate_fn=without_mask),
+        )  # fmt: skip
+        if change is not None:
+            change(trainer.state)
+        trainer.fit()
+        names = [f"loss/train/{name}" for name in ("total", "first", "second")]
+        found.append([[float(value) for _, value in memory.data[name]] for name in names])
+    for own, late in zip(*found, strict=True):
+        assert len(set(own)) == STEPS and late == [own[0], *own[:-1]]
+
+
 @pytest.fixture
 def loop_here(monkeypatch) -> type[SyncFreeLoop]:
     """The speed-up itself, on a device that it is not for: its bookkeeping is the same."""
