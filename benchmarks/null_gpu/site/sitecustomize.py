@@ -17,6 +17,8 @@ class _After(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        if spec is None:  # not installed, which Python says better
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module):
