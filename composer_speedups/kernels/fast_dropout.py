@@ -33,6 +33,7 @@ __all__ = [
     "keep_by_torch",
     "native",
     "realised",
+    "scale_of",
 ]
 
 Keys = tuple[int, int]
@@ -52,6 +53,15 @@ def realised(p: float) -> float:
     (0.5, True, 1.0)
     """
     return dropped_of(p) / _STEPS
+
+
+def scale_of(p: float) -> float:
+    """By what that which stays is multiplied; nothing does, where all is dropped.
+
+    >>> scale_of(0.5), scale_of(1.0)
+    (2.0, 0.0)
+    """
+    return 0.0 if p == 1 else 1 / (1 - realised(p))
 
 
 def draw_keys() -> Keys:
@@ -119,7 +129,7 @@ def fast_dropout_mask(
     keys = draw_keys() if keys is None else keys
     if dtype == torch.bool or dtype not in _KERNELS or native() is None:
         keep = _keep(size, keys, dropped_of(p)).view(tuple(shape))
-        return keep if dtype == torch.bool else keep.to(dtype).mul_(1 / (1 - realised(p)))
+        return keep if dtype == torch.bool else keep.to(dtype).mul_(scale_of(p))
     mask = torch.ones(tuple(shape), dtype=dtype, device="cpu")
     return _native(mask, mask, keys, dropped_of(p))
 

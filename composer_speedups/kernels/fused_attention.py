@@ -20,7 +20,7 @@ from functools import cache, partial
 
 import torch
 
-from composer_speedups.kernels.fast_dropout import dropped_of, keep_by_torch, realised
+from composer_speedups.kernels.fast_dropout import dropped_of, keep_by_torch, scale_of
 from composer_speedups.kernels.native import load, without_modes
 from composer_speedups.kernels.tensors import empty_beside, plain, shape_only
 
@@ -184,8 +184,7 @@ def _call(
         raise ValueError(f"a window needs as many queries as keys, got {queries} and {keys}")
     call = _Call(sequences=len(keys), heads=heads, width=width, scale=scale, window=window)
     call.threads = torch.get_num_threads()
-    dropped = dropped_of(dropout_p)
-    call.least, call.keep = dropped - _STEPS // 2, _STEPS / (_STEPS - dropped)
+    call.least, call.keep = dropped_of(dropout_p) - _STEPS // 2, scale_of(dropout_p)
     lengths = [(ctypes.c_int32 * len(x))(*x) for x in (queries, keys)]
     call.queries, call.keys = (ctypes.addressof(x) for x in lengths)
     if shape_only(q):
@@ -283,7 +282,7 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int, biased: bool)
         probabilities = (
             ((qi @ ki.mT + (own_scores(bias) if biased else 0)) * scale).masked_fill(~seen, -math.inf).softmax(-1)
         )
-        factor = stays / (1 - realised(p))
+        factor = stays * scale_of(p)
         through = gi @ vi.mT * factor
         ds = probabilities * (through - (probabilities * through).sum(-1, keepdim=True)) * scale
         kept = probabilities * factor

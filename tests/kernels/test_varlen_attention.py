@@ -185,6 +185,15 @@ def test_dropout_has_the_stated_probability_and_mean() -> None:
     assert out.std().item() == pytest.approx(0.3 / 20 / 0.9, rel=0.2)  # rows are independent
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_all_dropped_gives_nothing(dtype: torch.dtype, passes: str) -> None:
+    """As PyTorch's dropout does with p = 1; no gradient is NaN for it."""
+    q, k, v, gradient = inputs(dtype)
+    out = varlen_attention(q, k, v, Lengths.of(LENGTHS), Lengths.of(LENGTHS), 1.0)
+    for x in (out, *torch.autograd.grad(out, (q, k, v), gradient)):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
 def test_dropout_follows_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     x, lengths = torch.randn(9, 1, 8), Lengths.of([9])
