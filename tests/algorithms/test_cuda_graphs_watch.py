@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from composer.models import HuggingFaceModel
+from small import stock_checkpointing
 from test_cuda_graphs import batch_of, graphs_of, model_of, packed
 from torch.nn.utils import parametrize
 
@@ -150,7 +151,7 @@ def test_a_fit_that_fails_gives_it_back_when_the_trainer_is_closed(make_trainer)
 
 
 def checkpointed(model: torch.nn.Module) -> None:
-    model.gradient_checkpointing_enable()
+    stock_checkpointing(model)
 
 
 def with_flash_attention(model: torch.nn.Module) -> None:
@@ -158,7 +159,7 @@ def with_flash_attention(model: torch.nn.Module) -> None:
 
 
 REFUSED = {
-    checkpointed: r"layers are computed again in backward. Call model.gradient_checkpointing_disable\(\), or remove it",
+    checkpointed: r"layers are computed again in backward. Call the model's gradient_checkpointing_disable\(\)",
     with_flash_attention: "attn_implementation='flash_attention_2' waits for the lengths of padded rows. Add unpadding",
 }
 
