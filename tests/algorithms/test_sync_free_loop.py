@@ -265,13 +265,13 @@ def test_refused_on_a_cpu_and_with_another_loop(monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("unpadded", [False, True])
-@pytest.mark.parametrize("delayed_loss", [False, True])
-def test_no_synchronisation_on_a_gpu(make_trainer, delayed_loss: bool, unpadded: bool) -> None:
-    """PyTorch itself tells of every wait: one a step at most, none with a delayed loss."""
+@pytest.mark.parametrize(("delayed_loss", "unpadded", "kind"), [
+    (False, False, HuggingFaceModel), (False, True, HuggingFaceModel), (True, False, HuggingFaceModel),
+    (True, True, HuggingFaceModel), (True, True, InParts),
+])  # fmt: skip
+def test_no_synchronisation_on_a_gpu(make_trainer, delayed_loss: bool, unpadded: bool, kind: type) -> None:
+    """PyTorch itself tells of every wait: one a step at most, none with a delayed loss, also where it has parts."""
     import warnings
-
-    waits = []
 
     class Count(Callback):
         def batch_start(self, state, logger):
@@ -280,7 +280,7 @@ def test_no_synchronisation_on_a_gpu(make_trainer, delayed_loss: bool, unpadded:
         def fit_end(self, state, logger):
             torch.cuda.set_sync_debug_mode("default")
 
-    model = HuggingFaceModel(bert(), metrics=[], use_logits=True)
+    model = kind(bert(), metrics=[], use_logits=True)
     # transformers looks into every mask, and waits for it. Unpadding has counted tokens on the host.
     loader = torch.utils.data.DataLoader(
         BatchDataset(64), batch_size=8, pin_memory=True, collate_fn=None if unpadded else without_mask
