@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -18,13 +19,17 @@ __all__ = ["cache_root", "cached", "digest"]
 log = logging.getLogger("composer_speedups")
 
 _MANIFEST = "manifest.json"
+# Of a full disk `tokenizers` tells by a bare Exception, and numpy by an OSError without a number.
+_FULL = (*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)), "Not enough free space", "requested and")
 _FORMAT = 1  # raise it when the meaning of stored files changes: old folders are then left unused
 
 
 def cache_root() -> Path:
     """`$COMPOSER_SPEEDUPS_CACHE`, else `~/.cache/composer_speedups` (or below `$XDG_CACHE_HOME`)."""
     if own := os.environ.get("COMPOSER_SPEEDUPS_CACHE"):
-        return Path(own).expanduser()
+        if (folder := os.path.expanduser(own)).startswith("~"):
+            raise TaskError(f"COMPOSER_SPEEDUPS_CACHE is {own!r}, a home that nobody has: set it to a folder")
+        return Path(folder)
     general = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(general) if general else Path.home() / ".cache") / "composer_speedups"
@@ -88,7 +93,7 @@ def cached(
             partial.rename(target)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError) and error.filename is not None and name in str(error.filename):
+            if _is_of_cache(error, name):
                 raise _unusable(error) from error
             raise
         return target
@@ -96,9 +101,16 @@ def cached(
         lock.release()
 
 
-def _unusable(error: OSError) -> TaskError:
+def _is_of_cache(error: BaseException, name: str) -> bool:
+    """Whether the folder `name` could not be written: by the file that the error names, or without one a full disk."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return name in str(error.filename)
+    return (isinstance(error, OSError) or type(error) is Exception) and any(word in str(error) for word in _FULL)
+
+
+def _unusable(error: BaseException) -> TaskError:
     return TaskError(
-        f"the cache folder {str(cache_root())!r} cannot be written ({error.strerror or error}): "
+        f"the cache folder {str(cache_root())!r} cannot be written ({getattr(error, 'strerror', None) or error}): "
         "set COMPOSER_SPEEDUPS_CACHE to a folder that can"
     )
 

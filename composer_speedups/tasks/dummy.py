@@ -32,7 +32,7 @@ def build(
         tokenizer = models.load_tokenizer(source)
         size = spec.vocabulary or len(tokenizer)
     else:
-        size = spec.vocabulary or int(model.config.get("vocab_size") or models.load_config(source).vocab_size)
+        size = spec.vocabulary or int(model.config.get("vocab_size") or models.entries(source))
         tokenizer = _placeholder(size, spec.max_length)
     ids = np.setdiff1d(np.arange(spec.lowest_token, size), tokenizer.all_special_ids)
     if len(ids) < 2:

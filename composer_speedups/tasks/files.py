@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +19,8 @@ from composer_speedups.tasks.texts import Texts
 __all__ = ["about_rows", "fingerprint", "read", "sources"]
 
 Part = Literal["train", "evaluation"]
-# text, label, part (None where the data does not say)
-Row = tuple[Any, Any, Part | None]
+# text, label (None where none is asked for), part (None where the data does not say)
+Row = tuple[str, str | None, Part | None]
 
 _TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _TRAIN = {"train", "training"}
@@ -30,14 +32,31 @@ _BEGINNING = 2**20
 def fingerprint(path: str) -> list[list[str | int]]:
     """Name, size and time of change of every file under `path`: enough to see that the data changed."""
     root = _existing(path)
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
-    return [[str(f), (stat := f.stat()).st_size, stat.st_mtime_ns] for f in files]
+    try:
+        files = [root] if root.is_file() else [f for f in _inside(root) if os.path.isfile(f)]
+        return [[str(f), (found := f.stat()).st_size, found.st_mtime_ns] for f in files]
+    except OSError as error:
+        raise _unreadable(root, error) from error
 
 
 def sources(folder: Path) -> list[Path]:
     """The files of `folder` that `read` reads: its tables, or if there are none the documents of its class folders."""
-    tables = sorted(f for f in folder.rglob("*") if f.suffix.lower() in _TABLES and f.is_file())
-    return tables or sorted(f for f in folder.rglob("*.txt") if len(f.relative_to(folder).parts) >= 2)
+    inside = _inside(folder)
+    tables = [f for f in inside if f.suffix.lower() in _TABLES and os.path.isfile(f)]
+    return tables or [
+        f for f in inside if f.suffix == ".txt" and len(f.relative_to(folder).parts) >= 2 and os.path.isfile(f)
+    ]
+
+
+def _inside(folder: Path) -> list[Path]:
+    """All below `folder` that is no folder. OSError where one cannot be listed: what is in it would silently lack."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    if not os.path.isdir(folder):
+        return []
+    return sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names)
 
 
 def about_rows(path: str) -> int | None:
@@ -88,7 +107,7 @@ def read(
             )
         held_out = _rows(apart, text_column, label_column, None)
         rows += [(text, label, "evaluation") for text, label, _ in held_out]
-    clean = [(_clean(text), None if label is None else str(label).strip(), part) for text, label, part in rows]
+    clean = [(_clean(text), None if label is None else label.strip(), part) for text, label, part in rows]
     kept = [row for row in clean if row[0] and (label_column is None or row[1])]
     notes = []
     if empty := sum(not row[0] for row in clean):
@@ -144,12 +163,15 @@ def read(
 
 
 def _existing(path: str, key: str = "task.path") -> Path:
-    found = Path(path).expanduser()
-    if not found.exists():
+    found = Path(os.path.expanduser(path))  # a home that nobody has stays as it is, and is not there
+    if not os.path.exists(found):
         raise TaskError(
             f"{key} {path!r} is not there (seen from {str(Path.cwd())!r}): give the path of a csv, tsv, "
             "jsonl or parquet file, or of a folder"
         )
+    if not os.path.isfile(found) and not os.path.isdir(found):
+        kind = {"p": "named pipe", "s": "socket"}.get(stat.filemode(found.stat().st_mode)[0], "device")
+        raise TaskError(f"{key} {path!r} is a {kind}, no file or folder: write what it gives into a file")
     return found
 
 
@@ -157,7 +179,10 @@ def _rows(path: Path, text: str, label: str | None, split: str | None) -> Iterat
     if path.is_file():
         yield from _table(path, text, label, split, None)
         return
-    found = sources(path)
+    try:
+        found = sources(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     if not found:
         raise TaskError(
             f"folder {str(path)!r} holds neither {', '.join(_TABLES)} files nor class folders with .txt files: "
@@ -199,21 +224,48 @@ def _part(names: tuple[str, ...]) -> Part | Literal["unlabelled"] | None:
 
 def _table(file: Path, text: str, label: str | None, split: str | None, part: Part | None) -> Iterator[Row]:
     columns = [text, *([label] if label else []), *([split] if split else [])]
-    for row in _records(file, columns):
+    for number, row in _records(file, columns):
         if split is not None:
-            word = str(row[split]).strip().lower()
+            word = _as_text(row[split], file, number, "split_column", split).strip().lower()
             if word not in _TRAIN | _EVALUATION:
                 raise TaskError(
                     f"{str(file)!r}: column {split!r} says {row[split]!r}; it must say train, or test, eval, validation"
                 )
             part = "train" if word in _TRAIN else "evaluation"
-        yield row[text], row[label] if label else None, part
+        name = _as_text(row[label], file, number, "label_column", label) if label else None
+        yield _as_text(row[text], file, number, "text_column", text), name, part
 
 
-def _records(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+def _as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
+    """What a cell says; empty where it is missing. Python's way to write bytes or a list is nobody's text or label."""
+    if type(value) is str:
+        return value
+    if value is None or value != value:  # NaN is how pandas writes what is missing
+        return ""
+    place = f"{str(file)!r} {'row' if file.suffix.lower() == '.parquet' else 'line'} {number}: column {column!r}"
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise TaskError(
+                f"{place} is no UTF-8 ({error.reason} at byte {error.start}): write it as UTF-8, or name another "
+                f"task.{key}"
+            ) from error
+    if isinstance(value, (list, tuple, dict)):
+        wanted = "one text" if key == "text_column" else "one word or number"
+        raise TaskError(
+            f"{place} holds a {type(value).__name__}, not {wanted}: write {wanted} there, or name another task.{key}"
+        )
+    if key == "label_column" and isinstance(value, (float, Decimal)) and value % 1 == 0:
+        return str(int(value))  # whole numbers become floats in a table where one is missing: 1.0 is the class 1
+    return str(value)
+
+
+def _records(file: Path, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows by their line, or in Parquet by their number from 1."""
     kind = file.suffix.lower()
     if kind == ".parquet":
-        yield from _parquet(file, columns)
+        yield from enumerate(_parquet(file, columns), 1)
     elif kind in (".csv", ".tsv"):
         csv.field_size_limit(2**31 - 1)  # the default refuses texts beyond 128 KiB
         with _open(file) as stream:
@@ -230,7 +282,7 @@ def _records(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
                             f"{str(file)!r} line {reader.line_num} has {len(names) + len(row[None])} fields, the "
                             f"header {len(names)}: put texts that hold the separator into double quotes"
                         )
-                    yield row
+                    yield reader.line_num, row
             except csv.Error as error:
                 raise TaskError(f"{str(file)!r} is no valid {kind[1:]} (line {reader.line_num}): {error}") from error
             except UnicodeDecodeError as error:
@@ -243,12 +295,12 @@ def _records(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
                         continue
                     try:
                         row = json.loads(line)
-                    except ValueError as error:
+                    except (ValueError, RecursionError) as error:
                         raise TaskError(f"{str(file)!r} line {number} is no JSON: {error}") from error
                     if not isinstance(row, dict):
                         raise TaskError(f"{str(file)!r} line {number} is no JSON object: give one object per line")
                     _need(file, columns, list(row), number)
-                    yield row
+                    yield number, row
             except UnicodeDecodeError as error:
                 raise _no_utf8(file, error) from error
     else:
@@ -268,6 +320,8 @@ def _parquet(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise TaskError(f"{str(file)!r} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+    except UnicodeDecodeError as error:  # a column of strings that another writer did not check
+        raise _no_utf8(file, error) from error
 
 
 def _need(file: Path, wanted: list[str], there: list[str], line: int | None = None) -> None:
@@ -286,7 +340,7 @@ def _open(file: Path):
     try:
         return file.open(encoding="utf-8-sig", newline="")
     except OSError as error:
-        raise TaskError(f"{str(file)!r} cannot be read: {error.strerror}") from error
+        raise _unreadable(file, error) from error
 
 
 def _text_of(file: Path) -> str:
@@ -295,16 +349,20 @@ def _text_of(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise _no_utf8(file, error) from error
     except OSError as error:
-        raise TaskError(f"{str(file)!r} cannot be read: {error.strerror}") from error
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> TaskError:
+    return TaskError(f"{str(error.filename or path)!r} cannot be read: {error.strerror}")
 
 
 def _no_utf8(file: Path, error: UnicodeDecodeError) -> TaskError:
     return TaskError(f"{str(file)!r} is no UTF-8 ({error.reason} at byte {error.start}): convert it, as with iconv")
 
 
-def _clean(text: Any) -> str:
+def _clean(text: str) -> str:
     # A lone surrogate (JSON can escape one) cannot be encoded by a tokenizer.
-    return "" if text is None else str(text).strip().encode("utf-8", "replace").decode()
+    return text.strip().encode("utf-8", "replace").decode()
 
 
 def _label_names(labels: set[str], rows: int, column: str | None) -> list[str]:

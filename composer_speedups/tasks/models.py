@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import TaskError, is_out_of_memory
 from composer_speedups.tasks import hub
+from composer_speedups.tasks.encoders import check_encoder, check_first_batch
 from composer_speedups.tasks.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ __all__ = [
     "build_empty_model",
     "build_model",
     "described",
+    "entries",
     "load_config",
     "load_tokenizer",
     "resolve",
+    "unused_weights",
 ]
 
 log = logging.getLogger("composer_speedups")
@@ -127,17 +130,17 @@ def described(name: str) -> dict[str, Any]:
         return (known(name) or ("", {}))[1]
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # `resolve` will say what is wrong
     return config if isinstance(config, dict) else {}
 
 
 def resolve(spec: ModelSpec, progress: Callable[[str], None] | None = None) -> Source:
     """Decide where the model comes from; one clear `TaskError`, within seconds, if it cannot be had."""
-    folder = Path(spec.name).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(spec.name))  # a home that nobody has stays as it is, and is not there
+    if os.path.isdir(folder):
         return _from_folder(spec, folder)
-    if not _HUB_NAME.fullmatch(spec.name) or folder.exists():
+    if not _HUB_NAME.fullmatch(spec.name) or os.path.exists(folder):
         raise TaskError(
             f"model folder {spec.name!r} is not there or is no folder (seen from {str(Path.cwd())!r}): give a "
             "folder with config.json and weights, or a hub name such as bert-base-uncased"
@@ -149,9 +152,13 @@ def resolve(spec: ModelSpec, progress: Callable[[str], None] | None = None) -> S
 
 
 def _from_folder(spec: ModelSpec, folder: Path) -> Source:
-    if not (folder / "config.json").is_file():
+    try:
+        there = (folder / "config.json").is_file()
+    except OSError as error:
+        raise TaskError(f"model folder {spec.name!r} cannot be read: {error.strerror}") from error
+    if not there:
         raise TaskError(f"model folder {spec.name!r} has no config.json: give a folder that save_pretrained wrote")
-    weights = any((folder / name).is_file() for name in _WEIGHTS)
+    weights = _has_weights(folder)
     if spec.pretrained is True and not weights:
         raise TaskError(
             f"model folder {spec.name!r} has no weights ({_WEIGHTS[0]}): add them, or set model.pretrained: false"
@@ -168,6 +175,21 @@ def _from_folder(spec: ModelSpec, folder: Path) -> Source:
         note = f"model folder {spec.name!r} has no weights: training starts from random ones"
         log.warning("%s", note)
     return Source(spec.name, str(folder), pretrained, tokenizer, local_only=True, note=note)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _WEIGHTS)
+
+
+def unused_weights(spec: ModelSpec, source: Source) -> str | None:
+    """What to tell someone whose folder has weights that the recipe, perhaps unseen, does without; None if not so."""
+    if spec.pretrained is not False or not _is_folder(source) or not _has_weights(Path(source.location or "")):
+        return None
+    return f"{spec.name} has weights, and model.pretrained is false: they are not used; set model.pretrained=true"
+
+
+def _is_folder(source: Source) -> bool:
+    return source.location is not None and os.path.isdir(source.location)
 
 
 def _from_hub(spec: ModelSpec, is_known: bool, progress: Callable[[str], None] | None) -> Source:
@@ -201,14 +223,25 @@ def load_config(source: Source) -> PretrainedConfig:
         found = known(source.name)
         assert found is not None
         return AutoConfig.for_model(found[0], **found[1])
-    return _load(source, AutoConfig.from_pretrained)
+    config = _load(source, AutoConfig.from_pretrained)
+    if _is_folder(source) and "model_type" not in described(str(source.location)):
+        # transformers 4 has then taken one whose name happens to occur in the folder's path.
+        raise TaskError(f"model {source.name!r} cannot be loaded: add its model_type to {source.location}/config.json")
+    return config
+
+
+def entries(source: Source) -> int:
+    """How many entries the vocabulary of the source's model has."""
+    config = load_config(source)
+    check_encoder(source, config)
+    return config.vocab_size
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerFast:
     """The source's own tokenizer."""
     from transformers import AutoTokenizer
 
-    tokenizer = _load(source, AutoTokenizer.from_pretrained, use_fast=True)
+    tokenizer = _load(source, AutoTokenizer.from_pretrained, " and the tokenizer beside it", use_fast=True)
     missing = [n for n in ("pad_token", "cls_token", "sep_token") if getattr(tokenizer, n, None) is None]
     if not tokenizer.is_fast or missing:
         lack = f"has no {' and '.join(missing)}" if missing else "is not a fast one"
@@ -216,11 +249,13 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _load(source: Source, loader: Callable[..., Any], **kwargs: Any) -> Any:
+def _load(source: Source, loader: Callable[..., Any], beside: str = "", **kwargs: Any) -> Any:
     try:
         return loader(source.location, local_files_only=source.local_only, trust_remote_code=False, **kwargs)
     except Exception as error:  # what a broken file raises depends on the reader: json, safetensors, tokenizers, ...
         hint = "check the name, or give the path of a local model folder"
+        if _is_folder(source):
+            hint = f"check {source.location}/config.json{beside}"
         if "trust_remote_code" in str(error):
             hint = "it needs code from the hub, which is never run here: choose another model"
         raise TaskError(f"model {source.name!r} cannot be loaded ({_first_line(error)}): {hint}") from error
@@ -240,6 +275,7 @@ def build_model(spec: ModelSpec, task: Task, *, seed: int | None = None) -> PreT
         if seed is not None:
             torch.random.default_generator.manual_seed(seed)
         model = _instantiate(spec, task, config)
+    check_first_batch(model, task)
     model.float()  # transformers 5 keeps a checkpoint's own dtype; masters in float32 are what the recipes assume
     return model
 
@@ -261,6 +297,7 @@ def build_empty_model(spec: ModelSpec, task: Task) -> PreTrainedModel:
 
 def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
     config = load_config(task.source)
+    check_encoder(task.source, config, _kind(task))
     if not task.source.pretrained:
         config.vocab_size = -(-task.vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
         if (tokenizer := task.tokenizer) is not None:
@@ -275,9 +312,11 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
         _override(config, name, value)
     if getattr(config, "pooler_hidden_size", None) == width and "pooler_hidden_size" not in spec.config:
         config.pooler_hidden_size = getattr(config, "hidden_size", None)  # DeBERTa's has a number of its own for it
-    if config.vocab_size < task.vocabulary:
+    if task.tokenizer is not None and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = task.tokenizer.pad_token_id  # without one GPT-2 takes a single row at a time
+    if (rows := config.vocab_size or 0) < task.vocabulary:
         raise TaskError(
-            f"the model has {config.vocab_size:,} embeddings, but the task's ids go up to {task.vocabulary - 1:,}: "
+            f"the model has {rows:,} embeddings, but the task's ids go up to {task.vocabulary - 1:,}: "
             f"set config.vocab_size to at least {task.vocabulary}, or a smaller task.vocabulary"
         )
     room = getattr(config, "max_position_embeddings", None)
@@ -311,29 +350,34 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
     kinds = (int, float) if type(old) is float else (type(old),)
     if old is not None and value is not None and type(value) not in kinds:
         raise TaskError(f"model.config.{name} is {value!r}, but must be of type {type(old).__name__}, such as {old!r}")
-    setattr(config, name, value)
+    try:
+        setattr(config, name, value)
+    except Exception as error:  # transformers 5 looks at what it is given, by a validator of its own
+        raise TaskError(f"model.config.{name} cannot be {value!r} ({_first_line(error)}): leave it out") from error
 
 
 def _has_sdpa(kind: Any, config: PretrainedConfig) -> bool:
     """Whether the class of models that `kind` makes of `config` has scaled_dot_product_attention; DeBERTa has not."""
-    try:
-        cls = kind._model_mapping[type(config)]
-    except KeyError:  # which will be said when it is to be built
-        return True
-    return getattr(cls, "_supports_sdpa", True)
+    return getattr(kind._model_mapping[type(config)], "_supports_sdpa", True)
+
+
+def _kind(task: Task) -> Any:
+    from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if task.objective == "classification" else AutoModelForMaskedLM
 
 
 def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTrainedModel:
     import torch
-    from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-    kind = AutoModelForSequenceClassification if task.objective == "classification" else AutoModelForMaskedLM
+    kind = _kind(task)
     attention = {"attn_implementation": spec.attn_implementation if _has_sdpa(kind, config) else "eager"}
     with _quiet_transformers():
         if task.source.pretrained:
             # A checkpoint's own head may have other classes: then a new head, but nothing else, is made.
+            beside = " and the weights beside it" + (", and model.config" if spec.config else "")
             model, loading = _load(
-                task.source, kind.from_pretrained, config=config, output_loading_info=True,
+                task.source, kind.from_pretrained, beside, config=config, output_loading_info=True,
                 ignore_mismatched_sizes=True, **attention,
             )  # fmt: skip
             _check_loaded(spec, model, loading)
@@ -345,8 +389,11 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
         except Exception as error:  # whatever the model's code makes of impossible values
             if is_out_of_memory(error):
                 raise
+            places = ["model.config"] if spec.config or not _is_folder(task.source) else []
+            places += [f"{task.source.location}/config.json"] if _is_folder(task.source) else []
             raise TaskError(
-                f"model {spec.name!r} cannot be built for {task.objective} ({_first_line(error)}): check model.config"
+                f"model {spec.name!r} cannot be built for {task.objective} ({_first_line(error)}): "
+                f"check {' and '.join(places)}"
             ) from error
 
 

@@ -27,6 +27,7 @@ log = logging.getLogger("composer_speedups")
 
 DEFAULT_VOCABULARY = 8192
 _ROWS_AT_ONCE = 1000
+_CHECKS = 3  # raised when `files.read` learns to refuse or to tell more: a filled cache would not hear of it
 
 
 @dataclass
@@ -81,6 +82,8 @@ def build_task(spec: TaskSpec, model: ModelSpec, *, seed: int, progress: Callabl
     """
     say = progress or (lambda line: log.info("%s", line))
     source = models.resolve(model, say)
+    if (unused := models.unused_weights(model, source)) is not None:
+        log.warning("%s", unused)
     notes = [source.note] if source.note else []
     if spec.name == "dummy":
         tokenizer, train, evaluation = dummy.build(spec, source, model)
@@ -158,7 +161,8 @@ def _tokenizer(spec: TaskSpec, source: models.Source, raw: _Raw) -> PreTrainedTo
         raw.say(f"training a WordPiece tokenizer of {size:,} entries on {len(texts):,} texts")
         wordpiece.train(texts, size, folder)
 
-    folder = cached("tokenizer", {"texts": raw.key, "vocabulary": size, **_version("tokenizers")}, train, raw.say)
+    key = {"texts": raw.key, "vocabulary": size, "checks": _CHECKS, **_version("tokenizers")}
+    folder = cached("tokenizer", key, train, raw.say)
     return wordpiece.load(folder / "tokenizer.json", spec.max_length)
 
 
@@ -198,8 +202,7 @@ def _tokenised(spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, raw: _Raw) ->
         _About(texts.label_names, notes).save(folder)
 
     key = {
-        "texts": raw.key, "max_length": spec.max_length,
-        "checks": 2,  # raised when `files.read` learns to refuse or to tell more: a filled cache would not hear of it
+        "texts": raw.key, "max_length": spec.max_length, "checks": _CHECKS,
         "tokenizer": digest({"json": tokenizer.backend_tokenizer.to_str(), **_version("tokenizers")}),
     }  # fmt: skip
     return cached("tokens", key, build, raw.say)

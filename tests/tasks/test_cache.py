@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from composer_speedups.errors import TaskError
+from composer_speedups.tasks import wordpiece
 from composer_speedups.tasks.cache import cached
+from composer_speedups.tasks.data import TokenDataset
+from composer_speedups.tasks.texts import Texts
 
 
 class Builder:
@@ -144,4 +150,66 @@ def test_a_user_whom_nobody_knows_is_told_what_to_set(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", unknown)
     with pytest.raises(TaskError, match="set HOME, or COMPOSER_SPEEDUPS_CACHE"):
+        cached("x", {}, Builder())
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file grows beyond `limit` bytes: what writes is told so as it is of a disk without room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def save_texts(folder: Path) -> None:
+    Texts(["text " * 1000] * 10, [0] * 10, ["text"], [0], ["a"]).save(folder)
+
+
+def save_tokens(folder: Path) -> None:
+    TokenDataset.of([[1, 2, 3] * 3000], [0]).save(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    wordpiece.train([f"word{i} of many" for i in range(300)], 1000, folder)
+
+
+@pytest.mark.parametrize("build", [save_texts, save_tokens, save_tokenizer])
+def test_a_full_disk_is_told_of_the_cache(build, cache: Path):
+    """Python names no file, numpy no number, and tokenizers raises a bare Exception."""
+    with full_disk(4000), pytest.raises(TaskError, match=r"cache folder .* cannot be written \(.*\): set") as error:
+        cached("x", {}, build)
+    assert "\n" not in str(error.value) and str(cache) in str(error.value)
+    assert [p for p in (cache / "x").iterdir() if p.is_dir()] == []
+    assert cached("x", {}, build).is_dir(), "with room it goes on"
+
+
+@pytest.mark.parametrize("build", [save_texts, save_tokens, save_tokenizer])
+def test_a_disk_that_is_really_full(build, tmp_path: Path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        monkeypatch.setenv("COMPOSER_SPEEDUPS_CACHE", str(disk / "cache"))
+        with pytest.raises(TaskError, match=r"cannot be written \(.*\): set COMPOSER_SPEEDUPS_CACHE"):
+            cached("x", {}, build)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_what_else_goes_wrong_is_not_said_of_the_cache():
+    def fail(folder: Path) -> None:
+        open(folder.parent / "of another")  # noqa: SIM115
+
+    with pytest.raises(FileNotFoundError):
+        cached("x", {}, fail)
+
+
+def test_a_home_that_nobody_has(monkeypatch):
+    monkeypatch.setenv("COMPOSER_SPEEDUPS_CACHE", "~nosuchuser/cache")
+    with pytest.raises(TaskError, match="'~nosuchuser/cache', a home that nobody has: set it to a folder"):
         cached("x", {}, Builder())
