@@ -50,11 +50,11 @@ def read_file(path: Path, allow: Sequence[str] = ()) -> Any:
         Unsafe: it holds objects of other classes.
         CheckpointError: it is missing, a folder, or cannot be opened.
     """
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder: a checkpoint in one file is read here, not a sharded one")
-    if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}")
     try:
+        if path.is_dir():
+            raise CheckpointError(f"{path} is a folder: a checkpoint in one file is read here, not a sharded one")
+        if not path.exists():
+            raise CheckpointError(f"there is no checkpoint {path}")
         if not zipfile.is_zipfile(path):
             with path.open("rb") as file:
                 cut = file.read(2) == b"PK"

@@ -35,7 +35,7 @@ from composer_speedups.tasks.inputs import data_of, marks
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["Checkpoints", "Saver", "exclusive", "free_name", "read_checkpoint", "writing"]
+__all__ = ["Checkpoints", "Saver", "all_finite", "exclusive", "free_name", "read_checkpoint", "writing"]
 
 log = logging.getLogger("composer_speedups")
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class Checkpoints:
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
-            return None
+            names = []
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be read: {error.strerror or error}") from error
         found = sorted(((int(m[2]), m[0]) for m in map(_NAME.fullmatch, names) if m), reverse=True)
@@ -112,6 +112,7 @@ class Checkpoints:
                 f"the checkpoint {path} is damaged ({reason}){others}: nothing is left to resume from. "
                 "Start anew without --resume"
             )
+        log.warning("nothing to resume in %s: starting anew", self.folder)
         return None
 
     def _check_origin(self, path: Path, state: dict[str, Any]) -> None:
@@ -206,12 +207,12 @@ class Saver(CheckpointSaver):
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         self.last_checkpoint_batch = state.timestamp.batch
         target = Path(self.filename.format(state))
-        if not all(bool(torch.isfinite(p).all()) for p in state.model.parameters()):
+        if not all_finite(state.model):
             warnings.warn(f"no checkpoint {target.name}: the weights are not finite; the one before is kept")
             return
         partial = target.with_name(f".partial-{target.name}")
         try:
-            with writing(target):
+            with writing(target, target.parent):
                 checkpoint.save_checkpoint(state, str(partial))  # a collective call: every rank takes part
                 if dist.get_global_rank() == 0:
                     _publish(partial, target)
@@ -240,8 +241,8 @@ def _publish(partial: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what a full or forbidden disk raises into one line about `path`."""
+def writing(path: Path, beside: Path | None = None) -> Iterator[None]:
+    """Turn what a full or forbidden disk raises into one line about `path`; `beside` holds a file's predecessors."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -253,9 +254,16 @@ def writing(path: Path) -> Iterator[None]:
         reason = cause.strerror if cause is not None else str(error).partition("\n")[0]
         full = cause is None or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
         remedy = "make room there" if full else "name another folder with --save"
-        raise CheckpointError(
-            f"{path} cannot be written: {reason}. What was saved before is intact: {remedy}"
-        ) from error
+        intact = ". What was saved before is intact" if _holds_something(beside or path) else ""
+        raise CheckpointError(f"{path} cannot be written: {reason}{intact}: {remedy}") from error
+
+
+def _holds_something(folder: Path) -> bool:
+    """Whether there is more in it than what a run needs while it is at work."""
+    try:
+        return any(not name.startswith(".") for name in os.listdir(folder))
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -320,6 +328,11 @@ def _on_rank_zero(work: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return value
+
+
+def all_finite(model: torch.nn.Module) -> bool:
+    """Whether no weight is NaN or infinite."""
+    return all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

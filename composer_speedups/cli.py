@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -44,14 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code. What the user can mend is one line, and code 2."""
     if sys.stdout is None:  # closed by whoever called
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+    # A terminal or a log in ASCII or Latin-1 shows a question mark for what it has no letter for.
+    if getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape") and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     # Composer imports PEFT where it is installed, and PEFT bitsandbytes, which on a machine without a GPU warns
     # that a kernel for 4-bit weights cannot be downloaded: nothing here has use for it.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # It imports Inductor, too, which then starts its compile workers: a process that imports PyTorch once more beside
     # each rank, and that writes a traceback if Ctrl-C comes before it is done. `prepare_inductor` starts them.
     os.environ.setdefault("TORCH_WARM_POOL", "0")
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=arguments, prog_name="composer-speedups", standalone_mode=False)
+        _check_folders(given)
+        code = app(args=given, prog_name="composer-speedups", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
@@ -64,10 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
     except OSError as error:
         # Only what is written to has no name: every file's error carries its own.
-        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT) or error.filename is not None:
+        if error.filename is not None:
+            return _complain(f"{error.filename}: {error.strerror or error}")
+        if _is_not_loaded(error):
+            return _complain(_not_loaded(error))
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
             raise
         _drop_output()
         return _complain(f"the output cannot be written: {error.strerror}", 1)
+    except ImportError as error:
+        if not _is_not_loaded(error):
+            raise
+        return _complain(_not_loaded(error))
     except Exception as error:
         # Typer bundles its command-line parser from 0.2x on, so its errors have no import that fits all versions.
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
@@ -78,6 +92,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         help_for = context.command_path if context is not None else "composer-speedups"
         return _complain(f"{error.format_message()} See {help_for} --help", error.exit_code)
+
+
+def _check_folders(arguments: Sequence[str]) -> None:
+    """What would send every command's files to where nobody meant them to go."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working folder is gone: change to one that exists") from None
+    for option in ("--out", "--save"):
+        # As a Path, an empty name is the working folder.
+        if f"{option}=" in arguments or (option, "") in pairwise(arguments):
+            raise UserError(f"{option} is empty: name a place, such as {option} my_model")
+
+
+def _is_not_loaded(error: Exception) -> bool:
+    """Whether a library of PyTorch's, or one that it needs, is there but could not be taken into memory."""
+    return any(words in str(error) for words in ("failed to map segment", "cannot allocate memory"))
+
+
+def _not_loaded(error: Exception) -> str:
+    return f"PyTorch cannot be loaded: {error}. Is there enough memory, or a limit on it (ulimit -v)?"
 
 
 def _drop_output() -> None:
@@ -125,7 +160,7 @@ def recipes(
     from composer_speedups.recipes import list_recipes, load_recipe, suite_names
 
     if name is not None:
-        if "=" in name and not Path(name).exists():
+        if "=" in name and not os.path.exists(name):
             raise RecipeError(f"name the recipe first: composer-speedups recipes NAME {name}")
         # Everything is checked but the speed-ups' arguments: that would import Composer and take seconds.
         typer.echo(load_recipe(name, overrides or (), check_arguments=False).to_yaml(comments=True), nl=False)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,7 +172,7 @@ def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None,
     name = model or "bert-base-uncased"
     room = getattr(_config(name), "max_position_embeddings", None) or 512
     # Sizes follow from the configuration: no weights are looked for.
-    size = {"name": name, "pretrained": False} if Path(name).exists() or known(name) else {"name": name}
+    size = {"name": name, "pretrained": False} if os.path.exists(name) or known(name) else {"name": name}
     task = {"name": "dummy", "max_length": length or min(256, room)}
     return Recipe.model_validate({"name": "plain", "task": task, "model": size, "batch_size": batch or 32})
 
@@ -327,7 +327,7 @@ def _config(model: str) -> Any:
     from composer_speedups.tasks.spec import ModelSpec
 
     # The sizes of well-known models are known here: no need to ask the hub, and no word about missing weights.
-    if not Path(model).exists() and (shape := known(model)) is not None:
+    if not os.path.exists(model) and (shape := known(model)) is not None:
         return AutoConfig.for_model(shape[0], **shape[1])
     # Only the configuration is read: weights without a tokenizer, which cannot be trained, have sizes, too.
     return load_config(resolve(ModelSpec(name=model, pretrained=False)))

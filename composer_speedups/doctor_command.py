@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +39,7 @@ def doctor(
     found = examine(model)
     asked = any(option is not None for option in (model, batch, length, recipe))
     # A mistake is told before anything else.
-    need = memory_need(model, recipe, batch, length, lambda line: console.print(line, style="dim")) if asked else None
+    need = memory_need(model, recipe, batch, length, _progress(console)) if asked else None
     facts = found.environment
     console.print(f"On {hardware.summary(facts)}", markup=False, highlight=False)
     if facts.get("driver"):
@@ -60,6 +60,10 @@ def doctor(
         line = f"  {key}: {_yaml(arguments)}"
         console.print(f"{line:<{width}}  # {reason}", markup=False, highlight=False, soft_wrap=True)
     console.print("What each brings here, measured: composer-speedups ablate demo --seeds 3", highlight=False)
+
+
+def _progress(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, style="dim", markup=False, emoji=False)
 
 
 def _section(console: Console, title: str, findings: Sequence[Finding]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -50,10 +52,15 @@ def _folder(run: Path) -> Path:
     from composer_speedups.ablation.aside import STORE
 
     folder = run.parent if run.name == STORE else run
-    if not folder.is_dir():
-        there = "it is a file: name the study's folder" if folder.exists() else "there is no such folder"
-        raise UserError(f"no study in {folder}: {there}")
-    return folder
+    try:
+        if stat.S_ISDIR(os.stat(folder).st_mode):
+            return folder
+        reason = "it is a file: name the study's folder"
+    except FileNotFoundError:
+        reason = "there is no such folder"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise UserError(f"no study in {folder}: {reason}")
 
 
 @contextlib.contextmanager

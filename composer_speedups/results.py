@@ -51,7 +51,7 @@ class RunResult:
     eval_accuracy: float | None = None
     eval_majority: float | None = None  # the accuracy of always answering the most frequent class; not for MLM
     finite: bool = True  # every loss was finite
-    gave_up: bool = False  # ended early, because the loss stayed NaN or infinite
+    gave_up: bool = False  # ended early, as the loss stayed NaN or infinite, or with such weights
     steps: int = 0
     warmup_steps: int = 0  # not counted in the speeds
     padding_share: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from composer_speedups.termination import end_on_termination, stop_on_termination
 
@@ -22,8 +24,10 @@ __all__ = ["train"]
 def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, checkpoint_interval: str) -> int:
     """Train `recipe` and print what was measured; return the exit code (130 after Ctrl-C, 1 if it was given up)."""
     first = os.environ.get("RANK", "0") == "0"
-    console = Console(stderr=True, quiet=not first, highlight=False)
-    console.print(f"[bold]{recipe.name}[/]  {recipe.description}")
+    # No markup, no emoji: descriptions, paths and labels hold brackets and colons that are not meant so.
+    plain: dict[str, bool] = {"highlight": False, "markup": False, "emoji": False}
+    console = Console(stderr=True, quiet=not first, **plain)
+    console.print(Text.assemble((recipe.name, "bold"), "  ", recipe.description))
     console.print(_plan(recipe), style="dim")
     console.print("loading torch and Composer ...", style="dim")
 
@@ -44,22 +48,30 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
         )
     _leave_ranks()
     if first:
-        Console(highlight=False).print(_summary(result))
+        Console(**plain).print(_summary(result))
         if result.gave_up:
-            console.print(
-                "No model was saved."
-                if save is None
-                else f"No model was saved; checkpoints are in {save / 'checkpoints'}"
-            )
+            console.print(_not_saved(recipe, result, save), soft_wrap=True)
         elif save is not None:
             what = "Checkpoint" if result.status == "interrupted" else "Model"
             where = save / "checkpoints" if result.status == "interrupted" else save
-            console.print(f"{what} in {where}")
+            console.print(f"{what} in {where}", soft_wrap=True)
             if result.status == "interrupted":
                 console.print("Go on with the same command and --resume.")
         elif result.status == "interrupted":
             console.print("Nothing was kept: use --save DIR for checkpoints.")
     return 130 if result.status == "interrupted" else int(result.gave_up)
+
+
+def _not_saved(recipe: Recipe, result: results.RunResult, save: Path | None) -> str:
+    """Why there is no model, what to change, and what there is instead."""
+    if save is None:
+        return "No model was saved."
+    remedy = f"lower learning_rate {recipe.learning_rate:g}, or lengthen schedule.warmup {recipe.schedule.warmup}"
+    if result.losses and not math.isfinite(result.losses[0]):
+        remedy = f"the first loss was not finite already, so look at the weights of {recipe.model.name}"
+    folder = save / "checkpoints"
+    kept = f"; checkpoints are in {folder}" if any(folder.glob("ep*.pt")) else ""
+    return f"No model was saved: {result.reason}: {remedy}{kept}"
 
 
 def _leave_ranks() -> None:
@@ -89,9 +101,9 @@ class _LiveLine:
         self._printed = -1
         self._phase = ""
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.fields[facts]}", markup=False),
             TimeElapsedColumn(),
             console=console,
             transient=True,

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import filecmp
-import logging
 import math
-import os
 import re
-import shutil
 import signal
 import threading
 import warnings
@@ -16,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import composer.loggers
 import numpy as np
 import torch
 from composer import Trainer
@@ -38,19 +33,19 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.algorithms.torch_compile import compile_statistics
-from composer_speedups.checkpoints import Checkpoints, exclusive, free_name, writing
+from composer_speedups.checkpoints import Checkpoints, all_finite, exclusive
 from composer_speedups.errors import OutOfMemory, RecipeError, SpeedUpUnavailable, TaskError, is_out_of_memory
 from composer_speedups.flops import local_attention, model_flops
+from composer_speedups.loggers import built_loggers
 from composer_speedups.measure import Measurement, peak_memory
 from composer_speedups.recipe_schema import count_and_unit
 from composer_speedups.recipes import Recipe
 from composer_speedups.results import Progress, RunResult
+from composer_speedups.saved_model import save_model
 from composer_speedups.tasks import Task, build_task
 from composer_speedups.tasks.models import build_model
 
 __all__ = ["run"]
-
-log = logging.getLogger("composer_speedups")
 
 # name -> with warm-up, without
 _SCHEDULERS = {
@@ -85,7 +80,8 @@ def run(
 
     Returns:
         What was measured. A run ended by Ctrl-C or SIGTERM has the status `interrupted`; its checkpoint is written.
-        A run that was given up, because its loss stayed NaN, has `gave_up`; no model is saved.
+        A run that was given up, because its loss stayed NaN, has `gave_up`; no model is saved. So has one with `save`
+        whose weights are not finite at its end.
 
     Raises:
         UserError: the recipe asks for what this machine or its data cannot give; raised before training.
@@ -106,6 +102,7 @@ def run(
     say = (lambda text: report(Progress("data", message=text))) if report else None
 
     with contextlib.ExitStack() as stack:
+        loggers = stack.enter_context(built_loggers(recipe))
         checkpoints = None
         if save is not None:
             stack.enter_context(exclusive(Path(save)))
@@ -133,7 +130,16 @@ def run(
         )
         with _explained_out_of_memory(recipe):
             trainer = _trainer(
-                recipe, seed, device, composer_model, task, algorithms, measurement, checkpoints, checkpoint_interval
+                recipe,
+                seed,
+                device,
+                composer_model,
+                task,
+                algorithms,
+                loggers,
+                measurement,
+                checkpoints,
+                checkpoint_interval,
             )
         stack.callback(trainer.close)
         finished = _finished(trainer)
@@ -156,9 +162,11 @@ def run(
             from composer_speedups.inspection import look_inside
 
             look_inside(trainer, recipe, task, result)
-        if save is not None and result.status == "ok" and not result.gave_up and dist.get_global_rank() == 0:
-            with writing(Path(save)):
-                _save_model(model, task, Path(save))
+        if save is not None and result.status == "ok" and not result.gave_up:
+            if not all_finite(model):  # too few steps to be given up for their losses, or it began so
+                result.gave_up, result.reason = True, "the weights are not finite"
+            elif dist.get_global_rank() == 0:
+                save_model(model, task, Path(save))
     return result
 
 
@@ -175,6 +183,7 @@ def _trainer(
     model: HuggingFaceModel,
     task: Task,
     algorithms: list[Any],
+    loggers: list[Any],
     measurement: Measurement,
     checkpoints: Checkpoints | None,
     checkpoint_interval: str,
@@ -199,7 +208,7 @@ def _trainer(
         load_path=checkpoints.load_path if checkpoints else None,
         load_progress_bar=False,
         run_name=recipe.name.replace("/", "-"),
-        loggers=[getattr(composer.loggers, name)(**kwargs) for name, kwargs in recipe.loggers.items()],
+        loggers=loggers,
         precision="fp32",  # on a GPU the Trainer's own default is fp16; MixedPrecision says what the recipe wants
         device=device,
         seed=seed,
@@ -348,31 +357,6 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
         elif "CrossEntropy" in name:
             result.eval_loss = value
     return result
-
-
-def _save_model(model: Any, task: Task, folder: Path) -> None:
-    """Write beside the folder first, then move file by file into it: no file there is ever half written.
-
-    Files of another model that was there are kept, as checkpoints are.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / ".saving"
-    shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed here; one run at a time holds the folder
-    try:
-        model.save_pretrained(beside)
-        if task.tokenizer is not None:
-            task.tokenizer.save_pretrained(beside)
-        before = [folder / file.name for file in beside.iterdir() if (folder / file.name).exists()]
-        if not all(filecmp.cmp(path, beside / path.name, shallow=False) for path in before):
-            aside = free_name(folder / "model-old")
-            aside.mkdir()
-            for path in before:
-                path.rename(aside / path.name)
-            log.warning("the model that was in %s is kept in %s", folder, aside)
-        for file in beside.iterdir():
-            os.replace(file, folder / file.name)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 @contextlib.contextmanager
