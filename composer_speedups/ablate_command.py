@@ -61,7 +61,7 @@ def ablate(
             help="First find each row's own batch and learning rate, the baseline's too; they go to OUT/recipes.",
         ),
     ] = False,
-    tune_samples: Annotated[int, typer.Option(help="With --tune: samples to train for each row.")] = 4000,
+    tune_samples: Annotated[int, typer.Option(help="With --tune: samples to train for each row.", min=1)] = 4000,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would run, be skipped, and for how long; run nothing.")
     ] = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,7 +73,8 @@ def _plain(model: str, task: str, overrides: list[str]) -> Recipe:
     """The recipe without speed-ups that all others are measured against."""
     from composer_speedups.recipes import make_recipe
 
-    name = str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
+    folder = os.path.expanduser(model)  # a home that nobody has stays as it is, and is not there
+    name = str(Path(folder).resolve()) if os.path.isdir(folder) else model
     values = {
         "name": "plain",
         "model": {"name": name},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from composer_speedups.errors import RecipeError, UserError
+from composer_speedups.recipe_yaml import show
 
 __all__ = ["TUNE_EXAMPLE", "memory_bytes", "tune"]
 
@@ -54,7 +57,7 @@ def tune(
 
     limit = None if memory_limit is None else memory_bytes(memory_limit)
     settings = Settings(batch, lr, constant, samples, trials, limit, goal, timeout * 60)
-    if "=" in recipe and not Path(recipe).exists():
+    if "=" in recipe and not os.path.exists(recipe):
         raise RecipeError(f"name the recipe first: composer-speedups tune NAME {recipe}")
     base = load_recipe(recipe, check_arguments=False)
     loaded = load_recipe(recipe, overrides or (), check_arguments=False)
@@ -103,7 +106,8 @@ def memory_bytes(text: str) -> int:
     if match:
         unit = match[2].lower()
         base = 1024 if "i" in unit else 1000
-        size = round(float(match[1]) * base ** " kmgt".index(unit[0] if unit != "b" else " "))
+        wanted = float(match[1]) * base ** " kmgt".index(unit[0] if unit != "b" else " ")
+        size = round(wanted) if math.isfinite(wanted) else 0  # more digits than a number can have
     if size <= 0:
-        raise UserError(f"--memory-limit {text!r} is no size. Write e.g. --memory-limit 8GB")
+        raise UserError(f"--memory-limit {show(text)} is no size. Write e.g. --memory-limit 8GB")
     return size

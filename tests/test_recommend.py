@@ -12,12 +12,13 @@ import pytest
 import recommend_fakes as fakes
 from rich.console import Console
 
+from composer_speedups.ablation.store import Store
 from composer_speedups.cli import main
 from composer_speedups.errors import UserError
 from composer_speedups.recipes import load_recipe, make_recipe
 from composer_speedups.recommend.choice import answer, final_rows, screening_rows
 from composer_speedups.recommend.run import recommend
-from composer_speedups.recommend_command import _dotted, python_line
+from composer_speedups.recommend_command import _dotted, _plain, python_line
 
 PLAIN = {"matmul_precision": {"precision": "highest"}}
 
@@ -429,6 +430,7 @@ def test_the_python_line_is_python():
         (["max_lenght=3"], "unknown key 'max_lenght'"),
         (["max_length"], "is not key=value"),
         (["--out", "taken"], "--out taken is no folder"),
+        (["--out", "x" * 300], f"--out: cannot write to {'x' * 300}: File name too long"),
         (["--out", "/proc/x"], "--out: cannot write to /proc: No such file"),
     ],
 )
@@ -452,6 +454,40 @@ def test_a_damaged_store_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="is damaged"):
         made(tmp_path / "out")
     assert (tmp_path / "out" / "runs.sqlite").read_text() == "garbage"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"a_new_thing": 1}, "unknown key 'a_new_thing'"), ({"batch_size": -4}, "batch_size must be .*, got -4")],
+)
+def test_a_study_of_another_version_is_refused_in_one_line(tmp_path: Path, change: dict, says: str):
+    with Store(tmp_path / "out" / "runs.sqlite") as store:
+        store.begin({"name": "out", "baseline": "plain"}, [("plain", plain().to_dict() | change)])
+    with pytest.raises(UserError, match=rf"out holds a study of another version \({says}\)\. Choose another") as error:
+        made(tmp_path / "out")
+    assert "\n" not in str(error.value)
+
+
+def test_a_newline_in_the_command_loses_no_recipe(tmp_path: Path):
+    console = Console(file=io.StringIO(), width=140)
+    entries = {"entries": fakes.ENTRIES, "candidates": f"{fakes.__name__}:useless"}
+    command = "composer-speedups recommend 'description=a\x85batch_size: 7\nlearning_rate: 9'"
+    found = recommend(plain(), minutes=1.0, out=tmp_path / "out", console=console, command=command, **entries)
+    assert found.path is not None and load_recipe(found.path, check_arguments=False).learning_rate != 9
+
+
+def test_a_model_with_brackets_is_shown_as_it_is(tmp_path: Path):
+    console = Console(file=io.StringIO(), width=140)
+    base = plain(model={"name": "a[/notes]"}, task={"name": "imdb"})
+    entries = {"entries": fakes.ENTRIES, "candidates": fakes.CANDIDATES}
+    with pytest.raises(UserError, match="the text has no column"):
+        recommend(base, minutes=1.0, out=tmp_path / "out", console=console, **entries)
+    assert "for a[/notes] on imdb" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("model", ["~nosuchuser/x", "x" * 300])
+def test_a_model_that_can_be_no_folder_is_a_name(model: str):
+    assert _plain(model, "docstrings", []).model.name == model
 
 
 @pytest.mark.slow

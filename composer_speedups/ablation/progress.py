@@ -13,7 +13,7 @@ from rich.text import Text
 
 from composer_speedups.ablation.estimate import duration, remaining_seconds
 from composer_speedups.ablation.isolate import Outcome
-from composer_speedups.ablation.store import DONE, Run
+from composer_speedups.ablation.store import OPEN, Run
 
 __all__ = ["Display"]
 
@@ -125,7 +125,7 @@ class Display:
 
     def _position(self) -> str:
         total = sum(run.status != "skipped" for run in self._runs)
-        done = sum(run.status in DONE and run.status != "skipped" for run in self._runs)
+        done = sum(run.status not in (*OPEN, "skipped") for run in self._runs)
         return rf"\[{done + 1}/{total}]"
 
     def _left(self) -> str:
@@ -140,7 +140,7 @@ class Display:
         assert self._run is not None
         if self._last.get("seconds_left") is not None:
             return float(self._last["seconds_left"])
-        alone = remaining_seconds([r for r in self._runs if r.status in DONE] + [self._run], self._expected)
+        alone = remaining_seconds([r for r in self._runs if r.status not in OPEN] + [self._run], self._expected)
         return None if alone is None else max(1.0, alone - (time.monotonic() - self._started))
 
 

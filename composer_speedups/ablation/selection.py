@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,7 @@ def overrides_in(what: list[str]) -> list[str]:
 def _is_suite_file(name: str) -> bool:
     """Whether a YAML file is a suite: it lists recipes."""
     path = Path(name)
-    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+    if path.suffix not in (".yaml", ".yml") or not os.path.isfile(path):
         return False
     from composer_speedups.recipe_yaml import read_file
     from composer_speedups.recipes import SUITE_SECTIONS
@@ -115,7 +116,7 @@ def find_baseline(asked: str, recipes: list[Recipe], overrides: list[str]) -> st
     names = [recipe.name for recipe in recipes]
     if asked in names:
         return asked
-    if Path(asked).is_file() and (base := _outside(asked, overrides)).name in names:
+    if os.path.isfile(asked) and (base := _outside(asked, overrides)).name in names:
         return _same(base, recipes).name
     ends = [n for n in names if n.rpartition("/")[2] == asked]
     if len(ends) != 1:

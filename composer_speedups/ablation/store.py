@@ -12,7 +12,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from composer_speedups.ablation.owner import is_dead, this_process
 from composer_speedups.ablation.plan import PlannedRun
 from composer_speedups.tasks.inputs import Mark
 
-__all__ = ["DONE", "LEASE_SECONDS", "Run", "Store", "StoreError"]
+__all__ = ["LEASE_SECONDS", "OPEN", "Run", "Store", "StoreError"]
 
 LEASE_SECONDS = 60.0  # a claim that was not renewed for so long is void
-DONE = ("ok", "skipped", "failed", "out_of_memory", "timeout")  # not repeated by a resumed study
+OPEN = ("pending", "interrupted", "running")  # any other status, a later version's too, is how a run has ended
 
 
 @dataclass
@@ -113,7 +113,9 @@ class Store:
 
     def inputs(self) -> dict[str, Mark]:
         """What the study's runs read from the disk, by path, as it is to stay."""
-        return {path: Mark(**facts) for path, facts in self.study().get("inputs", {}).items()}
+        stored = self.study().get("inputs", {})
+        keys = [one.name for one in fields(Mark)]  # a later version may say more
+        return {path: Mark(**{k: v for k, v in facts.items() if k in keys}) for path, facts in stored.items()}
 
     def note(self, **facts: Any) -> None:
         """Add facts to the study, or change them."""
@@ -241,8 +243,8 @@ class Store:
             "FROM runs ORDER BY position, id"
         ).fetchall()
         runs = []
-        for *fields, text in rows:
-            run = Run(*fields)
+        for *values, text in rows:
+            run = Run(*values)
             if text is not None:
                 run.result = json.loads(text)
                 steps = self._file.steps(run.id)

@@ -22,7 +22,7 @@ from composer_speedups.ablation.output import Findings, findings, write_all
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.progress import Display
 from composer_speedups.ablation.rows import precision
-from composer_speedups.ablation.store import DONE, LEASE_SECONDS, Run, Store, StoreError
+from composer_speedups.ablation.store import LEASE_SECONDS, OPEN, Run, Store, StoreError
 from composer_speedups.ablation.terminal import make_console, terminal_table
 from composer_speedups.ablation.words import notes
 from composer_speedups.errors import UserError
@@ -185,12 +185,13 @@ def plan_study(study: Study, settings: Settings | None = None, *, console: Conso
         What is known so far.
     """
     folder = Path(study.folder)
-    with (
-        copied_aside(folder) as copy,
-        _opened(study, settings or Settings(), copy, console, None) as work,
-    ):
-        work.show_plan()
-        return findings(work.store)
+    with copied_aside(folder) as copy:
+        try:
+            with _opened(study, settings or Settings(), copy, console, None) as work:
+                work.show_plan()
+                return findings(work.store)
+        except UserError as error:  # the user has never heard of the copy
+            raise UserError(str(error).replace(str(copy), str(folder))) from error
 
 
 @contextmanager
@@ -236,15 +237,15 @@ class _Work:
         self.short = dict(zip(recipes, short_names(list(recipes)), strict=True))
 
     def left(self) -> int:
-        return sum(count for status, count in self.store.counts(self.seeds).items() if status not in DONE)
+        return sum(count for status, count in self.store.counts(self.seeds).items() if status in OPEN)
 
     def runs(self) -> list[Run]:
         """What is finished, and what is left to do: runs of seeds that only an earlier command asked for are not."""
-        return [run for run in self.store.runs() if run.status in DONE or run.seed in self.seeds]
+        return [run for run in self.store.runs() if run.status not in OPEN or run.seed in self.seeds]
 
     def announce_others(self) -> None:
         """Say what an earlier command asked for, and this one does not."""
-        count = sum(run.status not in DONE and run.seed not in self.seeds for run in self.store.runs())
+        count = sum(run.status in OPEN and run.seed not in self.seeds for run in self.store.runs())
         if count:
             self.console.print(f"{count} runs of other seeds, asked for by an earlier command, are left undone")
 
@@ -282,9 +283,9 @@ class _Work:
     def announce(self) -> None:
         """Say what will run, on what, and for about how long."""
         runs, seeds = self.runs(), self.seeds
-        left = [run for run in runs if run.status not in DONE]
+        left = [run for run in runs if run.status in OPEN]
         skipped = {run.recipe: run.reason for run in runs if run.status == "skipped"}
-        finished = sum(run.status in DONE and run.status != "skipped" for run in runs)
+        finished = sum(run.status not in (*OPEN, "skipped") for run in runs)
         say = self.console.print
         plural = "s" if len(seeds) > 1 else ""
         say(f"[bold]{escape(self.study.name)}[/]: {len(self.recipes)} recipes, {len(seeds)} seed{plural}")
@@ -305,8 +306,8 @@ class _Work:
     def show_plan(self) -> None:
         """The runs that are left, in the order in which they would be made."""
         runs = self.runs()
-        done = [run for run in runs if run.status in DONE]
-        for number, run in enumerate((run for run in runs if run.status not in DONE), start=1):
+        done = [run for run in runs if run.status not in OPEN]
+        for number, run in enumerate((run for run in runs if run.status in OPEN), start=1):
             alone = remaining_seconds([*done, run], self.expected)
             about = "" if alone is None else f", about {duration(alone)}"
             recipe = self.recipes[run.recipe]
@@ -352,7 +353,7 @@ class _Work:
             return False
         runs = self.runs()
         waiting = [run for run in runs if run.status in ("pending", "interrupted")]
-        done = [run for run in runs if run.status in DONE]
+        done = [run for run in runs if run.status not in OPEN]
         alone = remaining_seconds([*done, waiting[0]], self.expected) if waiting and done else None
         return time.monotonic() + (alone or 0.0) >= self.settings.until
 

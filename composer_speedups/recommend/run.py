@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import textwrap
 import time
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from composer_speedups import hardware
@@ -21,7 +23,7 @@ from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.study import Entries, Settings, Study, run_study
 from composer_speedups.errors import UserError
-from composer_speedups.recipe_schema import count_and_unit, in_samples
+from composer_speedups.recipe_schema import count_and_unit, explain, in_samples
 from composer_speedups.recommend.choice import PLAIN, Answer, answer, final_rows, made, screen, screening_rows
 from composer_speedups.tuning.written import check_writable, write_recipe
 
@@ -84,7 +86,7 @@ def recommend(
         raise UserError(f"--minutes must be positive, got {minutes:g}. Write e.g. --minutes 15")
     console = console or Console()
     end = time.monotonic() + minutes * 60
-    if out.exists() and not out.is_dir():
+    if os.path.exists(out) and not os.path.isdir(out):
         raise UserError(f"--out {out} is no folder. Choose another --out")
     check_writable(out)
     with Isolation(entries.train, entries.preload) as isolation:
@@ -118,7 +120,8 @@ class _Work:
 
     def go(self, candidates: str, minutes: float) -> Recommendation:
         say = self.console.print
-        say(f"Up to {duration(minutes * 60)} for {self.base.model.name} on {self.base.task.name}", highlight=False)
+        what = f"{self.base.model.name} on {self.base.task.name}"
+        say(f"Up to {duration(minutes * 60)} for {what}", highlight=False, markup=False)
         say("Looking at this machine, and at the data ...", style="dim")
         outcome = self.isolation.run({"recipe": self.base}, timeout=1200, entry=candidates)
         if outcome.value is None:
@@ -147,7 +150,7 @@ class _Work:
     def _same_machine(self, here: dict[str, Any]) -> None:
         """What was measured on another machine is no answer for this one."""
         for folder in (self.out, self.out / "screening", self.out / _QUICK):
-            if (folder / STORE).is_file():
+            if os.path.isfile(folder / STORE):
                 with Store(folder / STORE, create=False) as store:
                     stored = list(store.environments().values())
                 difference = next((text for there in stored if (text := hardware.same_machine(there, here))), "")
@@ -381,10 +384,15 @@ class _Work:
         """The recipes of the study in `folder`; none if there is none yet; another's is refused."""
         from composer_speedups.recipes import Recipe
 
-        if not (folder / STORE).is_file():
+        if not os.path.isfile(folder / STORE):
             return []
         with Store(folder / STORE, create=False) as store:
-            stored = [Recipe.model_validate(recipe) for recipe in store.recipes().values()]
+            recipes = store.recipes()
+        try:
+            stored = [Recipe.model_validate(recipe) for recipe in recipes.values()]
+        except ValidationError as error:
+            why = explain(error, Recipe)[1].partition(". ")[0]  # without what a user would write instead
+            raise UserError(f"{folder} holds a study of another version ({why}). Choose another --out") from None
         if not stored:
             return []
         plain = stored[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = ["Record", "RecordError"]
 
 _FORMAT = 3  # 1: warm-ups that were not the recipe's, and failures; 2: one loss of each try
 _BEGIN = b'{"check": "'
+_INPUTS = "inputs"  # the kind of a line that is no trial
 
 
 class RecordError(UserError):
@@ -31,22 +33,24 @@ class Record:
     Args:
         path: of the file.
         search: what is searched, as plain data: a record of anything else is refused.
+        inputs: what the tries read from the disk, by path: a digest of what is there. A record of tries on other data
+            is refused, too.
 
     Raises:
         RecordError: what is there is no record, a damaged one, or that of another search. It is left as it is.
     """
 
-    def __init__(self, path: Path, search: dict[str, Any]) -> None:
+    def __init__(self, path: Path, search: dict[str, Any], inputs: Mapping[str, str] | None = None) -> None:
         self.path = path
         self.trials: list[dict[str, Any]] = []
         self._lock = self._locked()
         try:
-            self._begin(json.loads(json.dumps(search)))
+            self._begin(json.loads(json.dumps(search)), dict(inputs or {}))
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, search: dict[str, Any]) -> None:
+    def _begin(self, search: dict[str, Any], inputs: dict[str, str]) -> None:
         lines = self._read()
         if lines and lines[0].get("format") != _FORMAT:
             raise RecordError(f"{self.path} was written by another version. {self._remedy()}")
@@ -54,9 +58,23 @@ class Record:
             different = _difference(lines[0]["search"], search)
             if different:
                 raise RecordError(f"{self.path} holds the trials of another search ({different}). {self._remedy()}")
-            self.trials = lines[1:]
+            self.trials = [line for line in lines[1:] if line["kind"] != _INPUTS]
         else:
             self._append({"format": _FORMAT, "search": search})
+        self._keep(inputs, [line for line in lines[1:] if line["kind"] == _INPUTS])
+
+    def _keep(self, inputs: dict[str, str], lines: list[dict[str, Any]]) -> None:
+        """Refuse inputs that are not what `lines` say of them, and write down those that are new."""
+        known = {path: content for line in lines for path, content in line["inputs"].items()}
+        if other := [path for path, content in inputs.items() if known.get(path, content) != content]:
+            raise RecordError(
+                f"{self.path} holds the trials of another search ({other[0]} has changed since it began). "
+                f"{self._remedy()}"
+            )
+        # A record of an earlier version says nothing of its inputs. It is gone on with, as a study of that version is:
+        # what they were nobody can know, and most often they are the same. From here on they must stay so.
+        if new := {path: content for path, content in inputs.items() if path not in known}:
+            self._append({"kind": _INPUTS, "inputs": new})
 
     def close(self) -> None:
         """Let another process have it."""

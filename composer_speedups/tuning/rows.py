@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from composer_speedups.ablation.estimate import seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plans import WITHOUT
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import NothingFits, RecipeError, SpeedUpUnavailable, UserError
+from composer_speedups.tasks.inputs import Kind, Mark, changed, data_of, marks, model_of
 from composer_speedups.tuning.search import BATCH_TRIES
 from composer_speedups.tuning.settings import Settings
 from composer_speedups.tuning.tries import ENTRIES
@@ -48,19 +51,27 @@ def tune_rows(
     names = {recipe.name for recipe in recipes}
     rows: list[Recipe] = []
     chosen = baseline
+    known = marks({path: kind for recipe in recipes for path, kind in _reads(recipe).items()})
     with Isolation(entries.train, entries.preload) as isolation:
         for number, recipe in enumerate(recipes, start=1):
             path = _path(folder, recipe)
-            mark = f"of {_digest(recipe, settings)}"
+            if other := changed(known):
+                raise UserError(f"{other} has changed since the tuning began: put back what it held")
+            inputs = {path: known[path] for path in _reads(recipe) if path in known}
+            mark = f"of {_digest(recipe, settings, inputs)}"
+            # A recipe of an earlier version does not say what it was tuned on. It is taken, as hours may have gone into
+            # it, and the study that is made of it watches the same data.
+            marked = {mark, f"of {_digest(recipe, settings, {})}"}
             name = _name(recipe.name, baseline)
             if name in names:
                 raise RecipeError(f"{name} is the name of a row already: give that recipe another name")
-            console.print(f"\n[bold]Tuning row {number} of {len(recipes)}[/]: {recipe.name}", highlight=False)
-            if path.exists():
-                if mark not in path.read_text(encoding="utf-8").partition("\n")[0]:
+            console.print(f"\n[bold]Tuning row {number} of {len(recipes)}[/]: {escape(recipe.name)}", highlight=False)
+            if os.path.exists(path):
+                head = path.read_text(encoding="utf-8").partition("\n")[0]
+                if not any(one in head for one in marked):
                     raise UserError(
-                        f"{path} was tuned from another recipe, or with another budget. Remove it, or choose another "
-                        f"--out"
+                        f"{path} was tuned from another recipe, or with another budget, or on other data. Remove it, "
+                        f"or choose another --out"
                     )
                 console.print(f"{path} is there already", highlight=False, markup=False)
             else:
@@ -106,7 +117,7 @@ def expected_tuning(
         peaks: FLOP/s of a plain matmul by precision.
         hardware: `cpu` or `cuda`.
     """
-    left = [recipe for recipe in recipes if not _path(folder, recipe).exists()]
+    left = [recipe for recipe in recipes if not os.path.exists(_path(folder, recipe))]
     total = len(left) * (BATCH_TRIES + 2 * settings.trials) * START
     for recipe in left:
         per_sample = seconds_per_sample(recipe.to_dict(), peaks, hardware)
@@ -127,8 +138,14 @@ def _name(name: str, baseline: str) -> str:
     return f"{name}.tuned"
 
 
-def _digest(recipe: Recipe, settings: Settings) -> str:
+def _reads(recipe: Recipe) -> dict[str, Kind]:
+    plain = recipe.to_dict()
+    return data_of(plain) | model_of(plain)
+
+
+def _digest(recipe: Recipe, settings: Settings, inputs: Mapping[str, Mark]) -> str:
     """What a tuned recipe depends on, in twelve digits."""
     budget = {k: v for k, v in asdict(settings).items() if k != "timeout"}  # a longer limit asks for nothing else
-    content = json.dumps([recipe.to_dict(), budget], sort_keys=True)
+    read = {path: mark.content for path, mark in inputs.items()}
+    content = json.dumps([recipe.to_dict(), budget, *([read] if read else [])], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups import registry
@@ -13,6 +14,7 @@ from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import SpeedUpUnavailable, UserError
 from composer_speedups.hardware import hardware
 from composer_speedups.recipe_schema import in_samples
+from composer_speedups.tasks.inputs import Mark
 from composer_speedups.tuning.progress import Display
 from composer_speedups.tuning.record import Record
 from composer_speedups.tuning.settings import Settings
@@ -73,9 +75,9 @@ class Tries:
         self.cuda = self.facts["hardware"] == "cuda"
         self.limit = settings.memory_limit or self._whole_memory()
 
-    def begin(self, record: Record, display: Display) -> None:
-        """From here on tries are kept in `record`, and shown on `display`."""
-        self.record, self.display = record, display
+    def begin(self, record: Record, display: Display, inputs: Mapping[str, Mark]) -> None:
+        """From here on tries are kept in `record`, and shown on `display`; none is made on other `inputs`."""
+        self.record, self.display, self.inputs = record, display, dict(inputs)
 
     def own_samples(self) -> int:
         """Samples of the recipe's own duration."""
@@ -116,6 +118,7 @@ class Tries:
                 "seed": recipe.seed,
                 "memory_limit": self.limit,
                 "device_limit": self.settings.memory_limit,
+                "inputs": self.inputs,
             },
             timeout=self.settings.timeout,
             report=self.display.progress,

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from composer_speedups import hardware
 from composer_speedups.ablation.estimate import duration
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import UserError
+from composer_speedups.tasks.inputs import data_of, marks, model_of
 from composer_speedups.tuning.progress import Display
 from composer_speedups.tuning.rate import optuna_or_error
 from composer_speedups.tuning.record import Record
@@ -76,7 +78,8 @@ def tune(
 
     Raises:
         SpeedUpUnavailable: the recipe cannot run on this machine.
-        UserError: the recipe is wrong, `out` is taken, the record beside it is damaged, or nothing fits.
+        UserError: the recipe is wrong, `out` is taken, the record beside it is damaged or of other data, or nothing
+            fits.
     """
     settings, console = settings or Settings(), console or Console()
     check_output(out, overwrite)
@@ -89,17 +92,19 @@ def tune(
         console.print("Looking at this machine ...", style="dim")
         tries = Tries(recipe, settings, isolation, entries)
         search = Search(tries)
+        plain = recipe.to_dict()
+        inputs = marks(data_of(plain) | model_of(plain))
         what = {
-            "recipe": {k: v for k, v in recipe.to_dict().items() if k not in ("name", "description", "published")},
+            "recipe": {k: v for k, v in plain.items() if k not in ("name", "description", "published")},
             "settings": {k: v for k, v in asdict(settings).items() if k != "timeout"},
             "machine": hardware.identity(tries.facts),
         }
-        record = Record(record_path(out), what)
+        record = Record(record_path(out), what, {path: mark.content for path, mark in inputs.items()})
         _check_again(out, overwrite, record)
         for line in _announcement(search, len(record.trials), out):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         with Display(console, settings.samples) as display:
-            tries.begin(record, display)
+            tries.begin(record, display, inputs)
             found, evidence, reasons = search.run()
         day = time.strftime("%Y-%m-%d")
         head = [f"{day}: {command}" if command else f"{day}: tuned", f"On {hardware.summary(tries.facts)}"]
@@ -119,7 +124,8 @@ def tune(
     except KeyboardInterrupt:
         if record is not None:
             count = len(record.trials)
-            console.print(f"Stopped; {count} tries are kept in {record.path}", style="yellow", highlight=False)
+            text = f"Stopped; {count} tries are kept in {escape(str(record.path))}"
+            console.print(text, style="yellow", highlight=False)
         return Tuned(out, None)
     finally:
         if record is not None:

@@ -24,20 +24,32 @@ def check_output(out: Path, overwrite: bool) -> None:
     """Raise unless a recipe can be written to `out`."""
     if out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {out} is no recipe's file: end it with .yaml")
-    if out.is_dir():
+    _check_place(out)
+    if os.path.isdir(out):
         raise UserError(f"--out {out} is a folder: name a .yaml file in it")
-    if out.exists() and not overwrite:
+    if os.path.exists(out) and not overwrite:
         raise UserError(f"{out} exists: add --overwrite to replace it, or choose another --out")
     check_writable(out.parent)
 
 
 def check_writable(folder: Path) -> None:
     """Raise unless files can be made in `folder`, which need not be there yet."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    _check_place(folder)
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise UserError(f"--out: cannot write to {there}: {error.strerror}. Choose another --out") from error
+
+
+def _check_place(path: Path) -> None:
+    """Raise where nothing can ever be: the name is too long, or in a folder that may not be looked into."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):  # the one may be made; what the other is, is found out later
+        return
+    except OSError as error:
+        raise UserError(f"--out: cannot write to {path}: {error.strerror}. Choose another --out") from error
 
 
 def extends_as(asked: str, out: Path) -> str:
@@ -90,11 +102,11 @@ def write_recipe(
     for key in ("batch_size", "learning_rate"):  # said even where they stayed: they were found to be right
         values[key] = wanted[key]
     order = [key for key in wanted if key in values]
-    lines = [f"# {line}".rstrip() for line in evidence]
+    lines = [f"# {_one_line(line)}".rstrip() for line in evidence]
     for key, value in [*head.items(), *((key, values[key]) for key in order)]:
         text = dump(_item({key: value})).rstrip("\n").split("\n")
         if key in reasons:
-            text[0] += f" # {reasons[key]}"
+            text[0] += f" # {_one_line(reasons[key])}"
         lines += text
     out.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, as a path in `extends` is relative to the file.
@@ -123,6 +135,11 @@ def write_recipe(
         # model's configuration
         words = {"description": description, "evidence": evidence, "reasons": reasons, "name": name}
         write_recipe(out, recipe, None, None, overwrite=overwrite, **words)
+
+
+def _one_line(text: str) -> str:
+    """A comment ends with its line, so a command's newlines are spaces, and so is what YAML does not allow."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

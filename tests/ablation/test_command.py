@@ -86,6 +86,17 @@ def test_a_dry_run_of_a_study_that_is_there(tmp_path: Path, capsys: pytest.Captu
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
 
 
+def test_a_dry_run_names_the_folder_that_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["ablate", "demo/fp32", "--out", "s1"]) == 0
+    capsys.readouterr()
+    assert main(["ablate", "demo/fp32", "batch_size=4", "--out", "s1", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: s1 holds another study: demo/fp32 has batch_size") and error.count("\n") == 1
+    (tmp_path / "s1" / "runs.sqlite").write_bytes(b"garbage")
+    assert main(["ablate", "demo/fp32", "--out", "s1", "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("error: s1/runs.sqlite is damaged")
+
+
 def test_a_plan_and_equal_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     command = ["ablate", "finetune/fp16_larger_batch", "--plan", "one-at-a-time", "--equal-batch", "batch_size=8"]
     assert main(command) == 0
@@ -223,7 +234,10 @@ def test_two_studies_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["ablate", "demo/fp32", "batch_size=-4"], "batch_size"),
         (["ablate", "demo/fp32", "demo/fp32"], "more than one recipe is called demo/fp32"),
         (["ablate", "demo/fp32", "--baseline", "bf16"], "'bf16'"),
+        (["ablate", "demo/fp32", "--baseline", "x" * 300], "is none of the recipes: demo/fp32"),
+        (["ablate", f"{'x' * 300}.yaml"], "x.yaml: cannot be read: File name too long"),
         (["ablate", "demo/fp32", "--seeds", "0"], "seeds"),
+        (["ablate", "demo", "--tune", "--tune-samples", "-5", "--dry-run"], "--tune-samples"),
         (["ablate", "demo/compile", "--plan", "stairs"], "unknown plan 'stairs'"),
         (["ablate", "demo/fp32", "--plan", "pairs"], "nothing to compare"),
         (["report", "nowhere"], "no study in nowhere"),

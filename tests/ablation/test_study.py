@@ -525,6 +525,33 @@ def test_what_a_later_version_adds_is_passed_over(tmp_path: Path):
         assert "a_new_thing" in store.runs()[-1].result
 
 
+def test_a_study_whose_marks_say_more_goes_on(tmp_path: Path):
+    (tmp_path / "mine.csv").write_text("text,label\none,a\n")
+    out, recipes = tmp_path / "out", [fakes.Recipe("base", task={"path": str(tmp_path / "mine.csv")})]
+    study(out, recipes, [1])
+    with Store(out / "runs.sqlite", create=False) as store:
+        marks = {path: vars(mark) | {"size": 3} for path, mark in store.inputs().items()}
+        store.note(inputs=marks)
+    assert marks and study(out, recipes, [1, 2])[0].findings.rows[0]["seeds"] == [1, 2]
+    (tmp_path / "mine.csv").write_text("text,label\ntwo,a\n")
+    with pytest.raises(StoreError, match=r"mine\.csv has changed since it began"):
+        study(out, recipes, [1, 2])
+
+
+def test_a_run_that_ended_in_a_later_versions_words_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipes = [fakes.Recipe("base"), fakes.Recipe("fast")]
+    study(tmp_path, recipes, [1, 2])
+    change = "UPDATE runs SET status = 'evicted', reason = 'too hot', digest = NULL WHERE recipe = 'fast' AND seed = 2"
+    spoil(tmp_path / "runs.sqlite", change)
+    result, text = study(tmp_path, recipes, [1, 2], until=time.monotonic() + 20)
+    assert "Nothing left to run" in text and [run.status for run in result.findings.runs].count("ok") == 3
+    result, text = study(tmp_path, recipes, [1, 2, 3], until=time.monotonic() + 60)
+    assert "To run: 2 runs" in text and "4 runs are finished already" in text
+    assert [run.status for run in result.findings.runs].count("ok") == 5
+    assert rows(tmp_path)["fast"]["seeds"] == [1, 3]
+    assert main(["report", str(tmp_path)]) == 0 and "too hot" in capsys.readouterr().out
+
+
 def test_outputs_that_cannot_be_written_cost_no_run(tmp_path: Path):
     """As on a disk that is full, or with a file that another user owns: here a folder is in the table's place."""
     (tmp_path / "table.csv").mkdir(parents=True)
