@@ -133,10 +133,13 @@ class Graphs:
             self.reason = self._why_not(modules, inputs, parameters)
             if not self.reason:
                 self.reason, total = self._chosen(call, total, limit)
+            new = self._known.get((call, total)) is None
+            if not self.reason and new and len({x.device for x in (*inputs, *parameters)}) > 1:
+                self.reason = "the layers are on several devices"
             if self.reason:
                 self.launched += 1
                 return forward(*args, **kwargs)
-            if self._known.get((call, total)) is None:
+            if new:
                 self._make_room(sum(x.numel() for x in inputs) if total is None else total.tokens)
                 if total is not None and self._memory is None:
                     total = total.enlarged()
@@ -154,8 +157,6 @@ class Graphs:
             return "there is a hook in a layer"
         if not any(x.requires_grad for x in (*inputs, *parameters)):
             return "nothing is trained"
-        if len({x.device for x in (*inputs, *parameters)}) > 1:
-            return "the layers are on several devices"
         state = _state(modules, parameters)
         self._restless = state != self._state and self._state is not None
         if state != self._state:

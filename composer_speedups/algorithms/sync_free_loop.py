@@ -135,7 +135,8 @@ class _Transfer:
         self.plain = SimpleNamespace(tensor_to_device=self._send)  # all that `Device`'s other methods need of `self`
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        asking = sys._getframe(1).f_code
+        frame = sys._getframe(1)
+        asking = frame.f_code
         # Zeros that the parts of a loss are added to, if it has some, are the only tensors of one dimension that
         # _train_microbatches asks for. Those of the sum are _train_batch's.
         part = asking is self._microbatches and tensor.ndim
@@ -143,7 +144,7 @@ class _Transfer:
             return tensor
         sent = self._send(tensor)
         if part and self.delayed is not None:
-            return _RunningLoss.of(sent, partial(self.delayed.swap, sys._getframe(1).f_locals["loss_key"]))
+            return _RunningLoss.of(sent, partial(self.delayed.swap, frame.f_locals["loss_key"]))
         if asking is self._loss and tensor.is_floating_point():
             return _RunningLoss.of(sent, None if self.delayed is None else partial(self.delayed.swap, "total"))
         return sent
