@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.fast_dropout import dropped_of, fast_dropout_mask, realised
+from composer_speedups.kernels.fast_dropout import dropped_of, fast_dropout_mask, realised, scale_of
 from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
@@ -237,14 +237,14 @@ def _or_zeros(x_bias: torch.Tensor | None, width: int) -> torch.Tensor:
 def _drawing(seeds: torch.Tensor | None, dropped: int) -> tuple[int, int, int, float]:
     """Two keys, the threshold of 16 bits, and the scale of what stays."""
     keys = seeds.tolist() if dropped else (0, 0)
-    return (*keys, dropped - _STEPS // 2, _STEPS / (_STEPS - dropped))
+    return (*keys, dropped - _STEPS // 2, scale_of(dropped))
 
 
 def _dropout(x: torch.Tensor, seeds: torch.Tensor | None, dropped: int) -> torch.Tensor:
     if not dropped:
         return x
     keep = fast_dropout_mask(x.shape, dropped / _STEPS, torch.bool, tuple(seeds.tolist())).to(x.device)
-    return torch.where(keep, x * (_STEPS / (_STEPS - dropped)), 0)
+    return torch.where(keep, x * scale_of(dropped), 0)
 
 
 def _before_norm(x, x_bias, residual, seeds, dropped: int, wide: torch.dtype) -> torch.Tensor:

@@ -55,13 +55,13 @@ def realised(p: float) -> float:
     return dropped_of(p) / _STEPS
 
 
-def scale_of(p: float) -> float:
-    """By what that which stays is multiplied; nothing does, where all is dropped.
+def scale_of(dropped: int) -> float:
+    """By what that which stays is multiplied, where `dropped` of 65536 do not; 0 where nothing does.
 
-    >>> scale_of(0.5), scale_of(1.0)
+    >>> scale_of(32768), scale_of(65536)
     (2.0, 0.0)
     """
-    return 0.0 if p == 1 else 1 / (1 - realised(p))
+    return 0.0 if dropped == _STEPS else _STEPS / (_STEPS - dropped)
 
 
 def draw_keys() -> Keys:
@@ -129,7 +129,7 @@ def fast_dropout_mask(
     keys = draw_keys() if keys is None else keys
     if dtype == torch.bool or dtype not in _KERNELS or native() is None:
         keep = _keep(size, keys, dropped_of(p)).view(tuple(shape))
-        return keep if dtype == torch.bool else keep.to(dtype).mul_(scale_of(p))
+        return keep if dtype == torch.bool else keep.to(dtype).mul_(scale_of(dropped_of(p)))
     mask = torch.ones(tuple(shape), dtype=dtype, device="cpu")
     return _native(mask, mask, keys, dropped_of(p))
 
@@ -194,7 +194,7 @@ class _Dropout(torch.autograd.Function):
 
 def _native(x: torch.Tensor, out: torch.Tensor, keys: Keys, dropped: int) -> torch.Tensor:
     kernel = getattr(native(), _KERNELS[out.dtype])
-    scale = _STEPS / (_STEPS - dropped)
+    scale = scale_of(dropped)
     threads = torch.get_num_threads()
     kernel(x.data_ptr(), out.data_ptr(), out.numel(), *keys, dropped - _STEPS // 2, scale, threads)
     return out
@@ -202,7 +202,7 @@ def _native(x: torch.Tensor, out: torch.Tensor, keys: Keys, dropped: int) -> tor
 
 def _by_torch(x: torch.Tensor, keys: Sequence[int | torch.Tensor], dropped: int) -> torch.Tensor:
     keep = keep_by_torch if torch.compiler.is_compiling() else _keep
-    scale = _STEPS / (_STEPS - dropped)
+    scale = scale_of(dropped)
     return torch.where(keep(x.numel(), keys, dropped).view(x.shape), x * scale, 0)
 
 

@@ -184,7 +184,8 @@ def _call(
         raise ValueError(f"a window needs as many queries as keys, got {queries} and {keys}")
     call = _Call(sequences=len(keys), heads=heads, width=width, scale=scale, window=window)
     call.threads = torch.get_num_threads()
-    call.least, call.keep = dropped_of(dropout_p) - _STEPS // 2, scale_of(dropout_p)
+    dropped = dropped_of(dropout_p)
+    call.least, call.keep = dropped - _STEPS // 2, scale_of(dropped)
     lengths = [(ctypes.c_int32 * len(x))(*x) for x in (queries, keys)]
     call.queries, call.keys = (ctypes.addressof(x) for x in lengths)
     if shape_only(q):
@@ -282,7 +283,7 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int, biased: bool)
         probabilities = (
             ((qi @ ki.mT + (own_scores(bias) if biased else 0)) * scale).masked_fill(~seen, -math.inf).softmax(-1)
         )
-        factor = stays * scale_of(p)
+        factor = stays * scale_of(dropped_of(p))
         through = gi @ vi.mT * factor
         ds = probabilities * (through - (probabilities * through).sum(-1, keepdim=True)) * scale
         kept = probabilities * factor

@@ -308,7 +308,7 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 def _softmax(scores, kept, seeds: Keys, dropout_p: float, scale: float) -> torch.Tensor:
     """Probabilities of `scores` (overwritten), negative where dropped; `kept` gets those after dropout."""
-    keep = scale_of(dropout_p)
+    keep = scale_of(dropped_of(dropout_p))
     library = native() if scores.dtype in _NAMES else None
     if library is not None:
         n, least = scores.shape[-1], dropped_of(dropout_p) - _STEPS // 2
@@ -327,7 +327,7 @@ def _softmax(scores, kept, seeds: Keys, dropout_p: float, scale: float) -> torch
 
 def _softmax_backward(gradient, probabilities, kept, dropout_p: float, scale: float) -> torch.Tensor:
     """From the gradient of `kept` (overwritten) that of the scores; `kept` is filled as in forward."""
-    keep = scale_of(dropout_p)
+    keep = scale_of(dropped_of(dropout_p))
     library = native() if gradient.dtype in _NAMES else None
     if library is not None:
         n, threads = gradient.shape[-1], torch.get_num_threads()
