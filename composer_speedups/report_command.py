@@ -69,15 +69,13 @@ def _opened(folder: Path, write: bool = False) -> Iterator[Store]:
     from composer_speedups.ablation.aside import STORE, copied_aside
     from composer_speedups.ablation.store import Store
 
-    with contextlib.nullcontext(folder) if write else copied_aside(folder) as place:
-        try:
-            store = Store(place / STORE, create=False)
-        except UserError as error:
-            raise UserError(str(error).replace(str(place), str(folder))) from error
-        with store:
-            if not store.recipes():
-                raise UserError(f"no study in {folder}: its store is empty")
-            yield store
+    with (
+        contextlib.nullcontext(folder) if write else copied_aside(folder) as place,
+        Store(place / STORE, create=False) as store,
+    ):
+        if not store.recipes():
+            raise UserError(f"no study in {folder}: its store is empty")
+        yield store
 
 
 def _compare(one: Path, other: Path, console: Console) -> None:

@@ -7,15 +7,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
-from composer.core import Timestamp
+from composer.core import State, Timestamp
+from composer.loggers import Logger
 
 from composer_speedups.batching import TokenBudgetSampler
 from composer_speedups.errors import ConflictError
 
-__all__ = ["check_resumed", "warn_of_other_batches"]
+__all__ = ["KeepsPlan", "check_resumed", "warn_of_other_batches"]
 
 log = logging.getLogger("composer_speedups")
+
+
+class KeepsPlan:
+    """Mixed into a speed-up that decides which samples make a batch: its checkpoints keep by what it did.
+
+    Attributes:
+        _plan: that, from the first fit on.
+        _saved: that of the checkpoint that was loaded; None if the speed-up was not in it, empty if an older version
+            wrote it.
+        _first: whether no fit of this Trainer has begun.
+    """
+
+    _plan: Mapping[str, int] = MappingProxyType({})
+    _saved: Mapping[str, int] | None = None
+    _first = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._plan}  # type: ignore[misc]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is restored: only what is compared when the fit starts."""
+        self._saved = {name: value for name, value in state.items() if name != "repr"}
+
+    def install(self, state: State, logger: Logger) -> None:
+        """Nothing yet but for another Trainer: the dataloader is not there before `Event.FIT_START`."""
+        self._plan, self._saved, self._first = {}, None, True
 
 
 def check_resumed(sampler: TokenBudgetSampler, timestamp: Timestamp, saved: Mapping[str, int]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from composer_speedups.errors import UserError
+
 __all__ = ["STORE", "copied_aside"]
 
 STORE = "runs.sqlite"
@@ -16,13 +18,19 @@ STORE = "runs.sqlite"
 
 @contextmanager
 def copied_aside(folder: Path) -> Iterator[Path]:
-    """A folder to be thrown away with a copy of the store in `folder`, if there is one; `folder` stays as it is."""
+    """A folder to be thrown away with a copy of the store in `folder`, if there is one; `folder` stays as it is.
+
+    What is wrong with the copy is said of `folder`: the user has never heard of the other one.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         source, target = folder / STORE, Path(temporary) / STORE
         if source.is_file() and not (_in_use(folder) and _backed_up(source, target)):
             for file in folder.glob(f"{STORE}*"):
                 shutil.copy(file, temporary)
-        yield Path(temporary)
+        try:
+            yield Path(temporary)
+        except UserError as error:
+            raise UserError(str(error).replace(temporary, str(folder))) from error
 
 
 def _in_use(folder: Path) -> bool:

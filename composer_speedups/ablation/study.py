@@ -26,7 +26,7 @@ from composer_speedups.ablation.store import LEASE_SECONDS, OPEN, Run, Store, St
 from composer_speedups.ablation.terminal import make_console, terminal_table
 from composer_speedups.ablation.words import notes
 from composer_speedups.errors import UserError
-from composer_speedups.tasks.inputs import data_of, marks, model_of
+from composer_speedups.tasks.inputs import marks, read_by
 
 __all__ = ["TIMEOUT", "Entries", "Settings", "Study", "StudyResult", "plan_study", "run_study", "show_findings"]
 
@@ -94,7 +94,7 @@ class Study:
         recipes = {recipe.name: recipe.to_dict() for recipe in self.recipes}
         baseline = self.baseline or next(iter(recipes))
         about = {"name": self.name, "baseline": baseline, "command": self.command, "created": time.time()}
-        read = {path: kind for r in recipes.values() for path, kind in (model_of(r) | data_of(r)).items()}
+        read = {path: kind for r in recipes.values() for path, kind in read_by(r).items()}
         store.begin(about, list(recipes.items()), marks(read))
         if self.command:
             store.note(command=self.command)  # the latest: it may ask for more seeds than the first did
@@ -185,13 +185,12 @@ def plan_study(study: Study, settings: Settings | None = None, *, console: Conso
         What is known so far.
     """
     folder = Path(study.folder)
-    with copied_aside(folder) as copy:
-        try:
-            with _opened(study, settings or Settings(), copy, console, None) as work:
-                work.show_plan()
-                return findings(work.store)
-        except UserError as error:  # the user has never heard of the copy
-            raise UserError(str(error).replace(str(copy), str(folder))) from error
+    with (
+        copied_aside(folder) as copy,
+        _opened(study, settings or Settings(), copy, console, None) as work,
+    ):
+        work.show_plan()
+        return findings(work.store)
 
 
 @contextmanager
@@ -377,7 +376,7 @@ class _Work:
             "recipe": recipe,
             "seed": run.seed,
             "inspect": self.settings.inspect and not looked,
-            "inputs": {path: known[path] for path in data_of(recipe) | model_of(recipe) if path in known},
+            "inputs": {path: known[path] for path in read_by(recipe) if path in known},
         }
         try:
             outcome = self.isolation.run(payload, timeout=self._time_limit(), report=display.progress, tick=tick)

@@ -30,8 +30,6 @@ Source: `group_by_length` of the Hugging Face Trainer, whose batches are sorted 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from composer.core import Event, State
 from composer.loggers import Logger
@@ -47,7 +45,7 @@ from composer_speedups.batching import (
     seed_of,
     sharing,
 )
-from composer_speedups.resumed_batches import warn_of_other_batches
+from composer_speedups.resumed_batches import KeepsPlan, warn_of_other_batches
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["LengthGroupedBatches", "apply_length_grouped_batches"]
@@ -94,7 +92,7 @@ def apply_length_grouped_batches(
     )
 
 
-class LengthGroupedBatches(SpeedUp):
+class LengthGroupedBatches(KeepsPlan, SpeedUp):
     """Replace the Trainer's train dataloader as `apply_length_grouped_batches` does, at `Event.FIT_START`.
 
     Args:
@@ -114,20 +112,6 @@ class LengthGroupedBatches(SpeedUp):
     def __init__(self, pool: int = 50, multiple_of: int = 8) -> None:
         self.pool = check_count("pool", pool)
         self.multiple_of = check_count("multiple_of", multiple_of)
-        self._plan: dict[str, int] = {}  # what decides which samples a batch has; checkpoints keep it
-        self._saved: dict[str, int] | None = None  # that of the checkpoint that was loaded, if this was in it
-        self._first = True  # fit of this Trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._plan}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is restored: only what is compared when the fit starts. Older versions wrote no such thing."""
-        self._saved = {name: value for name, value in state.items() if name != "repr"}
-
-    def install(self, state: State, logger: Logger) -> None:
-        """Nothing yet: the dataloader is not there before `Event.FIT_START`."""
-        self._plan, self._saved, self._first = {}, None, True
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         self._group(state, logger)

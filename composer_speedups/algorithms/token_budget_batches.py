@@ -34,7 +34,6 @@ Source: token-budget batches as fairseq's `max_tokens`; sequence packing in Mode
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from composer.core import Event, State
@@ -44,7 +43,7 @@ from torch.utils.data import DataLoader
 from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.batching import TokenBudgetSampler, check_loader, rebuild, sample_lengths, seed_of, sharing
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.resumed_batches import check_resumed
+from composer_speedups.resumed_batches import KeepsPlan, check_resumed
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.weighting import labelled, of_tokens, trainer_weighs_tokens, weigh
 
@@ -98,7 +97,7 @@ def apply_token_budget_batches(
     return rebuild(dataloader, multiple_of, batch_sampler=sampler)
 
 
-class TokenBudgetBatches(SpeedUp):
+class TokenBudgetBatches(KeepsPlan, SpeedUp):
     """Replace the Trainer's train dataloader as `apply_token_budget_batches` does, at `Event.FIT_START`, and weigh.
 
     Args:
@@ -131,20 +130,6 @@ class TokenBudgetBatches(SpeedUp):
         self._whole = math.inf  # samples of a batch of the loader that was replaced
         self._asked: int | float | None = None  # the Trainer's microbatch before this fit
         self._set: int | float | None = None  # and what it has of us
-        self._plan: dict[str, int] = {}  # what decides which samples a step has; checkpoints keep it
-        self._saved: dict[str, int] = {}  # that of the checkpoint that was loaded
-        self._first = True  # fit of this Trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._plan}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is restored: only what is compared when the fit starts. Older versions wrote no such thing."""
-        self._saved = {name: value for name, value in state.items() if name != "repr"}
-
-    def install(self, state: State, logger: Logger) -> None:
-        """Nothing yet: the dataloader is not there before `Event.FIT_START`."""
-        self._plan, self._saved, self._first = {}, {}, True
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event in (Event.FIT_START, Event.EPOCH_END):
@@ -205,7 +190,7 @@ class TokenBudgetBatches(SpeedUp):
             )
         self._plan = {"steps": sampler.steps, "ranks": sampler.num_replicas}
         if first and done:
-            check_resumed(sampler, state.timestamp, self._saved)
+            check_resumed(sampler, state.timestamp, self._saved or {})
 
     def _fit_microbatch(self, state: State) -> None:
         """Give a size that splits each rank's batch into as many microbatches, none larger than asked for if possible.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from composer_speedups.tasks import files
 
-__all__ = ["Mark", "changed", "data_of", "marks", "model_of"]
+__all__ = ["Mark", "changed", "data_of", "marks", "model_of", "read_by"]
 
 Kind = Literal["data", "model"]
 
@@ -50,6 +50,11 @@ def model_of(recipe: Mapping[str, Any]) -> dict[str, Kind]:
     """The folder that a recipe's model comes from; empty for a name of the hub, which nobody is asked about."""
     name = (recipe.get("model") or {}).get("name")
     return {name: "model"} if name and os.path.isdir(os.path.expanduser(name)) else {}
+
+
+def read_by(recipe: Mapping[str, Any]) -> dict[str, Kind]:
+    """All that a recipe reads. A path that is both, which none should be, is its data."""
+    return model_of(recipe) | data_of(recipe)
 
 
 def marks(paths: Mapping[str, Kind]) -> dict[str, Mark]:

@@ -18,7 +18,7 @@ from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plans import WITHOUT
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import NothingFits, RecipeError, SpeedUpUnavailable, UserError
-from composer_speedups.tasks.inputs import Kind, Mark, changed, data_of, marks, model_of
+from composer_speedups.tasks.inputs import Mark, changed, marks, read_by
 from composer_speedups.tuning.search import BATCH_TRIES
 from composer_speedups.tuning.settings import Settings
 from composer_speedups.tuning.tries import ENTRIES
@@ -51,13 +51,13 @@ def tune_rows(
     names = {recipe.name for recipe in recipes}
     rows: list[Recipe] = []
     chosen = baseline
-    known = marks({path: kind for recipe in recipes for path, kind in _reads(recipe).items()})
+    known = marks({path: kind for recipe in recipes for path, kind in read_by(recipe.to_dict()).items()})
     with Isolation(entries.train, entries.preload) as isolation:
         for number, recipe in enumerate(recipes, start=1):
             path = _path(folder, recipe)
             if other := changed(known):
                 raise UserError(f"{other} has changed since the tuning began: put back what it held")
-            inputs = {path: known[path] for path in _reads(recipe) if path in known}
+            inputs = {path: known[path] for path in read_by(recipe.to_dict()) if path in known}
             mark = f"of {_digest(recipe, settings, inputs)}"
             # A recipe of an earlier version does not say what it was tuned on. It is taken, as hours may have gone into
             # it, and the study that is made of it watches the same data.
@@ -136,11 +136,6 @@ def _name(name: str, baseline: str) -> str:
     if name.startswith(baseline + WITHOUT):
         return f"{baseline}.tuned{name.removeprefix(baseline)}"
     return f"{name}.tuned"
-
-
-def _reads(recipe: Recipe) -> dict[str, Kind]:
-    plain = recipe.to_dict()
-    return data_of(plain) | model_of(plain)
 
 
 def _digest(recipe: Recipe, settings: Settings, inputs: Mapping[str, Mark]) -> str:

@@ -15,7 +15,7 @@ from composer_speedups.ablation.estimate import duration
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import UserError
-from composer_speedups.tasks.inputs import data_of, marks, model_of
+from composer_speedups.tasks.inputs import marks, read_by
 from composer_speedups.tuning.progress import Display
 from composer_speedups.tuning.rate import optuna_or_error
 from composer_speedups.tuning.record import Record
@@ -93,7 +93,7 @@ def tune(
         tries = Tries(recipe, settings, isolation, entries)
         search = Search(tries)
         plain = recipe.to_dict()
-        inputs = marks(data_of(plain) | model_of(plain))
+        inputs = marks(read_by(plain))
         what = {
             "recipe": {k: v for k, v in plain.items() if k not in ("name", "description", "published")},
             "settings": {k: v for k, v in asdict(settings).items() if k != "timeout"},

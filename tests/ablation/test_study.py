@@ -19,6 +19,7 @@ from pathlib import Path
 import fakes
 import pytest
 from rich.console import Console
+from small_disk import small_disk
 
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plan import interleave
@@ -564,22 +565,14 @@ def test_outputs_that_cannot_be_written_cost_no_run(tmp_path: Path):
 
 
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a file system")
-    try:
-        with Store(disk / "runs.sqlite") as store:
-            store.begin({"name": "x", "baseline": "base", "created": 0}, [("base", {})])
-            store.plan(interleave(["base"], [1]))
-            run = store.claim()
-            assert run is not None
-            with pytest.raises(StoreError, match=r"cannot write .*full.*run the same command"):
-                store.finish(run, "ok", "", {"samples_per_second": 1.0}, "a long log " * 100_000)
-            assert store.finish(run, "ok", "", {"samples_per_second": 1.0}, "a short one")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "256k") as disk, Store(disk / "runs.sqlite") as store:
+        store.begin({"name": "x", "baseline": "base", "created": 0}, [("base", {})])
+        store.plan(interleave(["base"], [1]))
+        run = store.claim()
+        assert run is not None
+        with pytest.raises(StoreError, match=r"cannot write .*full.*run the same command"):
+            store.finish(run, "ok", "", {"samples_per_second": 1.0}, "a long log " * 100_000)
+        assert store.finish(run, "ok", "", {"samples_per_second": 1.0}, "a short one")
 
 
 def test_a_study_is_not_gone_on_with_on_another_machine(tmp_path: Path):

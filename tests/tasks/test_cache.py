@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from small_disk import small_disk
 
 from composer_speedups.errors import TaskError
 from composer_speedups.tasks import wordpiece
@@ -188,17 +189,10 @@ def test_a_full_disk_is_told_of_the_cache(build, cache: Path):
 
 @pytest.mark.parametrize("build", [save_texts, save_tokens, save_tokenizer])
 def test_a_disk_that_is_really_full(build, tmp_path: Path, monkeypatch):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)], check=False)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a file system")
-    try:
+    with small_disk(tmp_path / "disk", "8k") as disk:
         monkeypatch.setenv("COMPOSER_SPEEDUPS_CACHE", str(disk / "cache"))
         with pytest.raises(TaskError, match=r"cannot be written \(.*\): set COMPOSER_SPEEDUPS_CACHE"):
             cached("x", {}, build)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_what_else_goes_wrong_is_not_said_of_the_cache():
