@@ -85,7 +85,10 @@ def check_backend(backend: str, mode: str | None) -> None:
 
 def use_cache(cache_dir: str) -> None:
     """Let this process, from now on, keep Inductor's code in `cache_dir` and find there what others left."""
-    folder = Path(cache_dir).expanduser().absolute()
+    try:
+        folder = Path(cache_dir).expanduser().absolute()
+    except RuntimeError as error:  # ~name, and nobody has that name
+        raise SpeedUpUnavailable(f"cache_dir={cache_dir!r} is in a home that nobody has. Name another") from error
     if len(str(folder).split()) > 1 and not torch.cuda.is_available():
         raise SpeedUpUnavailable(
             f"cache_dir={cache_dir!r}: Inductor's calls of the C++ compiler break at the space in {str(folder)!r}. "

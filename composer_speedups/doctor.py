@@ -160,7 +160,7 @@ def memory_need(
 def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None, length: int | None) -> Recipe:
     """The recipe as asked for; without one, a plain classifier."""
     from composer_speedups.recipes import Recipe, load_recipe
-    from composer_speedups.tasks.models import known
+    from composer_speedups.tasks.models import known, positions
 
     if recipe is not None:
         changes = [f"model.name={json.dumps(model)}"] if model is not None else []
@@ -170,7 +170,7 @@ def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None,
             changes.append(f"task.max_length={length}")
         return load_recipe(recipe, changes)
     name = model or "bert-base-uncased"
-    room = getattr(_config(name), "max_position_embeddings", None) or 512
+    room = positions(_config(name)) or 512
     # Sizes follow from the configuration: no weights are looked for.
     size = {"name": name, "pretrained": False} if os.path.exists(name) or known(name) else {"name": name}
     task = {"name": "dummy", "max_length": length or min(256, room)}

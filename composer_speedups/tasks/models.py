@@ -32,6 +32,7 @@ __all__ = [
     "entries",
     "load_config",
     "load_tokenizer",
+    "positions",
     "resolve",
     "unused_weights",
 ]
@@ -319,10 +320,7 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
             f"the model has {rows:,} embeddings, but the task's ids go up to {task.vocabulary - 1:,}: "
             f"set config.vocab_size to at least {task.vocabulary}, or a smaller task.vocabulary"
         )
-    room = getattr(config, "max_position_embeddings", None)
-    if room is not None and config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
-        padding = 1 if config.model_type == "mpnet" else config.pad_token_id  # MPNet's embeddings have it in their code
-        room -= padding + 1  # their positions start behind the padding id
+    room = positions(config)
     if room is not None and task.max_length > room:
         raise TaskError(
             f"max_length {task.max_length} exceeds the {room} positions of model {spec.name!r}: lower task.max_length"
@@ -334,6 +332,17 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
         config.label2id = {name: i for i, name in enumerate(task.label_names)}
         config.problem_type = "single_label_classification"
     return config
+
+
+def positions(config: PretrainedConfig) -> int | None:
+    """How many tokens a sequence may have; None if the model has no such limit."""
+    room = getattr(config, "max_position_embeddings", None)
+    if room is None or room < 0:  # XLNet's is -1: its positions are relative
+        return None
+    if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
+        padding = 1 if config.model_type == "mpnet" else config.pad_token_id  # MPNet's embeddings have it in their code
+        room -= padding + 1  # their positions start behind the padding id
+    return room
 
 
 def _override(config: PretrainedConfig, name: str, value: Any) -> None:

@@ -285,6 +285,8 @@ def test_a_cache_folder_that_cannot_be(tmp_path) -> None:
             apply_torch_compile(torch.nn.Linear(4, 4), cache_dir=str(tmp_path / "my cache"))
     with pytest.raises(SpeedUpUnavailable, match=r"cannot be made: .*Name another"):
         apply_torch_compile(model, cache_dir=str(tmp_path / "file" / "cache"))
+    with pytest.raises(SpeedUpUnavailable, match=r"cache_dir='~nosuchuser/c' is in a home that nobody has\. Name"):
+        apply_torch_compile(model, cache_dir="~nosuchuser/c")
     assert model._compiled_call_impl is None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from composer_speedups.errors import TaskError
 from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task, hub, models
@@ -205,6 +206,13 @@ def test_positions_may_start_behind_the_padding_id(name: str, more: int):
     assert full["input_ids"].shape[1] == 16
     with pytest.raises(TaskError, match="exceeds the 15 positions"):
         built(spec.model_copy(update={"config": TINY | {"max_position_embeddings": 15 + more}}))
+
+
+def test_a_model_without_positions_takes_any_length(tmp_path: Path):
+    transformers.XLNetConfig(d_model=32, n_layer=2, n_head=2, d_inner=64, vocab_size=272).save_pretrained(tmp_path)
+    model, task = built(ModelSpec(name=str(tmp_path), pretrained=False))
+    assert model.config.max_position_embeddings == -1 and task.max_length == 16
+    assert model(**task.collate_train([task.train[0]])).logits.shape == (1, task.num_labels)
 
 
 @pytest.mark.parametrize("config", [{"hidden_size": 32}, {"num_hidden_layers": 2}, {"vocab_size": 272}], ids=str)
