@@ -35,7 +35,10 @@ def tune(
         str | None,
         typer.Option(metavar="largest|fastest", help="Of the batch [default: largest on a GPU, fastest on a CPU]."),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Samples to train in all.")] = 16_000,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Samples to train in all [default: 16000, and up to four whole trainings for the rate]."),
+    ] = None,
     trials: Annotated[int, typer.Option(help="Learning rates to try, at most.")] = 8,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Such as 8GB [default: most of what there is].")
@@ -67,7 +70,8 @@ def tune(
     words += [] if lr else ["--no-lr"]
     words += ["--constant-effective-batch"] if constant else []
     words += ["--goal", goal] if goal else []
-    words += ["--samples", samples, "--trials", trials]
+    words += ["--samples", samples] if samples is not None else []
+    words += ["--trials", trials]
     words += ["--memory-limit", memory_limit] if memory_limit else []
     stop_on_termination()
     console = make_console()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import mmap
 import os
 import signal
@@ -316,18 +317,18 @@ def test_a_record_survives_a_kill_and_refuses_damage(tmp_path: Path):
 
 def test_the_largest_batch_then_its_rate(tmp_path: Path, isolation: Isolation):
     out = tmp_path / "new.yaml"
-    result, text = search(out, isolation, goal="largest", samples=160_000, trials=8)
+    result, text = search(out, isolation, goal="largest", samples=320_000, trials=8)
     assert result.recipe is not None
     assert result.recipe.batch_size == 216, "the largest multiple of 8 that is no more than what fits"
     found = load_recipe(out, check_arguments=False)
     assert found.batch_size == 216 and found.learning_rate == result.recipe.learning_rate
     assert found.speedups == load_recipe("demo/bf16", check_arguments=False).speedups and found.duration == "2ep"
-    assert abs(found.learning_rate / fakes.BEST - 1) < 1, "nearer to the best than the scaling rule's 2.6e-3"
+    assert abs(math.log2(found.learning_rate / fakes.BEST_WHOLE)) < 1, "not the scaling rule's 2.6e-3"
     content = out.read_text()
     assert "extends: demo/bf16" in content and "out of memory" in content and "pruned" in content
     assert "0.001 x sqrt(216/32) = 0.0026" in content
-    assert "Budget: 160,000 samples" in text and not record_path(out).exists()
-    assert "lowest loss of 8 tried, one run each" in content and "with another seed close rates may rank" in content
+    assert "Budget: 320,000 samples" in text and not record_path(out).exists()
+    assert "lowest evaluation loss of 4 whole" in content and "with another seed close rates may rank" in content
 
 
 def test_the_fastest_batch_within_a_limit(tmp_path: Path, isolation: Isolation):
@@ -526,7 +527,7 @@ def test_no_rate_is_recommended_that_diverged(tmp_path: Path, isolation: Isolati
 )
 def test_the_rules_rate_stays_where_noise_speaks_for_another(tmp_path: Path, monkeypatch, fault: str, says: str):
     monkeypatch.setenv("TUNING_FAULT", fault)
-    result, text = search(tmp_path / "x.yaml", batch=False, trials=3, samples=160_000)
+    result, text = search(tmp_path / "x.yaml", overrides=["duration=1ep"], batch=False, trials=3, samples=160_000)
     assert result.recipe is not None and result.recipe.learning_rate == 1e-3
     assert f"learning rate 0.001: {says}" in text, text
     assert ("Give more --samples" in text) == fault.startswith("dull")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_speedups.tuning.rate import Rated
+from composer_speedups.tuning.whole import Trained
 
-__all__ = ["batch_lines", "batch_reason", "rate_lines"]
+__all__ = ["batch_lines", "batch_reason", "rate_lines", "whole_lines"]
 
 _BESIDE = ", beside other work"
 _WORDS = {"out_of_memory": "out of memory", "over_limit": "over the limit"}
@@ -70,6 +72,18 @@ def rate_lines(tried: Sequence[Rated], samples: Sequence[int]) -> list[str]:
     for one in tried:
         losses = [f"{loss:.4f}" for loss in one.losses] + ["-"] * (len(samples) - len(one.losses))
         rows.append((f"{one.rate:g}", *losses, one.ended))
+    return _aligned(rows)
+
+
+def whole_lines(tried: Sequence[Trained]) -> list[str]:
+    """One line for each whole training, in the order of the search."""
+    rows = [("rate", "evaluation loss", "accuracy", "")]
+    for one in tried:
+        ended = math.isfinite(one.loss)
+        accuracy = "-" if one.accuracy is None else f"{one.accuracy:.4f}"
+        rows.append(
+            (f"{one.rate:g}", f"{one.loss:.4f}" if ended else "-", accuracy, "" if ended else "did not end well")
+        )
     return _aligned(rows)
 
 

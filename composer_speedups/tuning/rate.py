@@ -128,7 +128,8 @@ def search(train: Train, start: float, chosen: Plan, budget: int, seed: int) -> 
     pruned, failed = optuna.trial.TrialState.PRUNED, optuna.trial.TrialState.FAIL
     while len(tried) < chosen.trials and left >= chosen.samples[0]:
         trial = study.ask()
-        rate = rounded(trial.suggest_float("rate", low, high, log=True))
+        rate = trial.suggest_float("rate", low, high, log=True)
+        rate = rate if rate == start else rounded(rate)
         losses: list[float] = []
         ended = ""
         for level, samples in enumerate(chosen.samples):

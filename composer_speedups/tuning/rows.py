@@ -123,7 +123,7 @@ def expected_tuning(
         per_sample = seconds_per_sample(recipe.to_dict(), peaks, hardware)
         if per_sample is None:
             return len(left), None
-        total += settings.samples * per_sample
+        total += settings.short * per_sample
     return len(left), total
 
 

@@ -6,14 +6,15 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.ablation.quality import Margins
-from composer_speedups.errors import NothingFits, UserError
+from composer_speedups.errors import NothingFits
 from composer_speedups.recipe_schema import count_and_unit
 from composer_speedups.tuning import batch as batches
 from composer_speedups.tuning import rate as rates
-from composer_speedups.tuning.evidence import batch_lines, batch_reason, rate_lines
+from composer_speedups.tuning.evidence import batch_lines, batch_reason
+from composer_speedups.tuning.rate_search import RateSearch
 from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, predicted_line, starting_size
 from composer_speedups.tuning.tries import Tries
+from composer_speedups.tuning.whole import MOST_TRAININGS
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -32,7 +33,11 @@ class Search:
         self.tries, self.recipe, self.settings = tries, tries.recipe, tries.settings
         self.goal = self.settings.goal or ("largest" if tries.cuda else "fastest")
         both = self.settings.batch and self.settings.rate and self.goal == "fastest"
-        self.batch_budget = self.settings.samples // 2 if both else self.settings.samples
+        self.batch_budget = self.settings.short // 2 if both else self.settings.short
+        own = tries.own_samples()
+        # Where nobody says how much, there are whole trainings, too, unless the short runs are as long.
+        beside = MOST_TRAININGS * own if self.settings.rate and self.settings.samples is None else 0
+        self.budget = self.settings.short + beside
         self.used = 0
 
     def run(self) -> tuple[Recipe, list[str], dict[str, str]]:
@@ -54,7 +59,9 @@ class Search:
             reasons["duration"] = "as many samples as before"
         reasons["learning_rate"] = text
         if self.settings.rate:
-            found, lines, reasons["learning_rate"] = self._search_rate(found, rule, text)
+            spent = self.used if self.settings.batch and self.goal == "fastest" else 0
+            rate = RateSearch(self.tries, found, rule, text, self.budget - spent, self.used)
+            found, lines, reasons["learning_rate"] = rate.run()
             evidence += ["", *lines]
         return _written_as(found, old), evidence, reasons
 
@@ -130,64 +137,6 @@ class Search:
         return batches.Tried(
             size, trial["status"], trial["reason"], trial["samples_per_second"], trial["peak_memory_bytes"]
         )
-
-    # --- The learning rate ---
-
-    def _search_rate(self, recipe: Recipe, start: float, rule: str) -> tuple[Recipe, list[str], str]:
-        budget = self.settings.samples - (self.used if self.settings.batch and self.goal == "fastest" else 0)
-        # One epoch at most: a loss over samples that were seen before says less.
-        longest = max(min(self.tries.own_samples(), self.tries.samples), rates.LEAST_STEPS * recipe.batch_size)
-        plan = rates.plan(budget, recipe.batch_size, self.settings.trials, longest)
-        if plan is None:
-            least = 2 * rates.LEAST_STEPS * recipe.batch_size
-            note = f"{budget:,} samples are too few to compare rates at batch {recipe.batch_size} (at least {least:,})"
-            self.tries.display.say(f"learning rate {start:g}: {rule}; {note}", style="bold")
-            return recipe, [f"Learning rate: {rule}. Not searched: {note}."], f"{rule}; not searched"
-
-        def train(rate: float, samples: int) -> float | None:
-            what = {"kind": "rate", "rate": rate, "samples": samples, "batch": recipe.batch_size}
-            self.tries.display.used = self.used
-            trial = self.tries.once(what, f"learning rate {rate:g}", recipe, rate, samples // recipe.batch_size)
-            self.used += samples
-            if trial["status"] in ("failed", "skipped"):
-                raise UserError(f"learning rate {rate:g} failed: {trial['reason']}")
-            if trial["status"] != "ok":
-                return None
-            return math.nan if trial["loss"] is None else trial["loss"]
-
-        best, tried = rates.search(train, start, plan, budget, recipe.seed)
-        if best is None:
-            low, high = min(one.rate for one in tried), max(one.rate for one in tried)
-            raise UserError(
-                f"no learning rate from {low:g} to {high:g} ended with a finite loss. Start lower, e.g. with "
-                f"learning_rate={low / 10:.1g} and another --out"
-            )
-        furthest = plan.samples[max(len(one.losses) for one in tried if one.rate == best) - 1]
-        best, why = self._settle(best, start, furthest, recipe.batch_size, len(tried))
-        reason = f"{why}; {rule}"
-        lines = [
-            f"Learning rate {best:g}, {reason}.",
-            "Loss: mean over the last quarter of a whole run with its own warm-up and decay, all from the same weights",
-            "over the same samples. One run each: with another seed close rates may rank otherwise, and longer",
-            "training may prefer another rate. Tried:",
-            *rate_lines(tried, plan.samples),
-        ]
-        self.tries.display.say(f"learning rate {best:g}: {reason}", style="bold")
-        return recipe.model_copy(update={"learning_rate": best}), lines, reason
-
-    def _settle(self, best: float, rule: float, samples: int, batch: int, count: int) -> tuple[float, str]:
-        """The rate with the lowest loss, if more than its steps' noise speaks for it, and else the rule's; and why.
-
-        A rule's rate that was given up before the longest runs is not compared again.
-        """
-        found = {t["rate"]: t for t in self.tries.record.find(kind="rate", samples=samples, batch=batch) if t["tail"]}
-        fallen = found[best]["first"] - found[best]["loss"]
-        if fallen <= Margins().loss_floor:
-            self.tries.display.say("Give more --samples: too little was learnt to tell rates apart", style="yellow")
-            return rule, f"the loss fell by {max(0.0, fallen):.2g} only in {samples:,} samples, too little to compare"
-        if best == rule or rule not in found or rates.shown_lower(found[best]["tail"], found[rule]["tail"], count):
-            return best, f"lowest loss of {count} tried, one run each"
-        return rule, f"none of {count} tried was shown to be better: {best:g} only within the noise"
 
 
 def _same_samples(found: Recipe, old: Recipe) -> Recipe:

@@ -9,7 +9,7 @@ from composer_speedups.errors import UserError
 __all__ = ["GOALS", "SAMPLES", "Settings"]
 
 GOALS = ("largest", "fastest")
-SAMPLES = 16_000
+SAMPLES = 16_000  # in short runs
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Settings:
         batch: search the batch.
         rate: search the learning rate; without it, the scaling rule gives it.
         constant: keep the effective batch, and search the microbatch instead (gradient accumulation).
-        samples: that may be trained in all, to find the fastest batch and the learning rate.
+        samples: that may be trained in all, to find the fastest batch and the learning rate; None is `SAMPLES` in short
+            runs, and whole trainings besides, where a training is longer than those.
         trials: learning rates, at most.
         memory_limit: bytes; None is most of what the machine has.
         goal: `largest` batch that fits or `fastest`; None is the largest on a GPU, the fastest without.
@@ -30,17 +31,22 @@ class Settings:
     batch: bool = True
     rate: bool = True
     constant: bool = False
-    samples: int = SAMPLES
+    samples: int | None = None
     trials: int = 8
     memory_limit: int | None = None
     goal: str | None = None
     timeout: float = 1800.0
 
+    @property
+    def short(self) -> int:
+        """Samples of short runs, where whole trainings come on top; else of all."""
+        return self.samples or SAMPLES
+
     def __post_init__(self) -> None:
         if not self.batch and not self.rate:
             raise UserError("nothing to tune: use --batch, --lr, or both")
         for name, value in (("--samples", self.samples), ("--trials", self.trials), ("--timeout", self.timeout)):
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise UserError(f"{name} must be positive, got {value:g}")
         if self.memory_limit is not None and self.memory_limit <= 0:
             raise UserError(f"--memory-limit must be positive, got {self.memory_limit}. Write e.g. --memory-limit 8GB")

@@ -83,8 +83,12 @@ class Tries:
         """Samples of the recipe's own duration."""
         return in_samples(self.recipe.duration, self.samples, self.recipe.batch_size)
 
-    def once(self, what: dict[str, Any], label: str, recipe: Recipe, rate: float, steps: int) -> dict[str, Any]:
+    def once(
+        self, what: dict[str, Any], label: str, recipe: Recipe, rate: float, steps: int, whole: bool = False
+    ) -> dict[str, Any]:
         """What came of the try `what`: from the record, or made now and recorded, if it would end the same way again.
+
+        It trains `steps` steps; if `whole`, as long as the recipe says, which should be about so many, and evaluates.
 
         What need not end so again is left out: a mistake may be mended, a full disk emptied, and a kill may have been
         anybody's. The same command then tries it again.
@@ -98,19 +102,15 @@ class Tries:
         known = [trial for trial in self.record.find(**what) if lasting(trial)]
         if known:
             return known[-1]
-        trial = what | {"steps": steps} | self._try(label, recipe, rate, steps)
+        trial = what | {"steps": steps} | self._try(label, recipe, rate, steps, whole)
         return self.record.add(trial) if lasting(trial) else trial
 
-    def _try(self, label: str, recipe: Recipe, rate: float, steps: int) -> dict[str, Any]:
+    def _try(self, label: str, recipe: Recipe, rate: float, steps: int, whole: bool) -> dict[str, Any]:
         """Train `steps` steps in a fresh process; what came of it, for the record."""
-        plain = recipe.to_dict() | {
-            "learning_rate": rate,
-            "duration": f"{steps}ba",
-            "evaluate": False,
-            "loggers": {},
-            "published": None,
-        }
-        plain["schedule"] = plain["schedule"] | {"warmup": self._warmup()}
+        plain = recipe.to_dict() | {"learning_rate": rate, "evaluate": whole, "loggers": {}, "published": None}
+        if not whole:
+            plain["duration"] = f"{steps}ba"
+            plain["schedule"] = plain["schedule"] | {"warmup": self._warmup()}
         self.display.start(label)
         outcome = self.isolation.run(
             {
@@ -145,6 +145,7 @@ class Tries:
             "loss": loss,
             "first": sum(losses[:3]) / len(losses[:3]) if losses else None,
             "tail": [round(one, 5) for one in tail],
+            **({key: value.get(key) for key in ("eval_loss", "eval_accuracy")} if whole else {}),
             "seconds": round(outcome.seconds, 2),
             "allowed": self.settings.timeout,
             "overlapped": not outcome.alone,
@@ -157,6 +158,8 @@ class Tries:
             facts.append(f"{peak / 1e6:,.0f} MB")
         if result["loss"] is not None:
             facts.append(f"loss {result['loss']:.4f}")
+            if result.get("eval_loss") is not None:
+                facts[-1] += f", on evaluation texts {result['eval_loss']:.4f}"
         elif status == "ok":
             facts.append("the loss was not finite")
         if not outcome.alone:

@@ -22,6 +22,7 @@ from composer_speedups.tuning.record import Record
 from composer_speedups.tuning.search import BATCH_TRIES, Search
 from composer_speedups.tuning.settings import Settings
 from composer_speedups.tuning.tries import ENTRIES, Tries
+from composer_speedups.tuning.whole import MOST_TRAININGS
 from composer_speedups.tuning.written import check_output, write_recipe
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def tune(
         _check_again(out, overwrite, record)
         for line in _announcement(search, len(record.trials), out):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-        with Display(console, settings.samples) as display:
+        with Display(console, search.budget) as display:
             tries.begin(record, display, inputs)
             found, evidence, reasons = search.run()
         day = time.strftime("%Y-%m-%d")
@@ -156,13 +157,17 @@ def _announcement(search: Search, kept: int, out: Path) -> list[str]:
         seconds += BATCH_TRIES * START + measured * tries.seconds_per_sample
     if settings.rate:
         parts.append(f"the learning rate, {settings.trials} tried at most")
-        left = settings.samples - search.batch_budget or settings.samples
+        left = search.budget - (search.batch_budget if settings.batch and search.goal == "fastest" else 0)
         seconds += 2 * settings.trials * START + left * tries.seconds_per_sample
+    beside = ""
+    if search.budget > settings.short:
+        whole = f"{MOST_TRAININGS} whole trainings of {tries.own_samples():,}"
+        beside = f" in short runs, and at most {whole} (--samples for less)"
     return [
         f"Tuning {recipe.name}: {'; then '.join(parts)}",
         f"On {hardware.summary(tries.facts)}",
         *([f"{kept} tries of an earlier start are kept"] if kept else []),
-        f"Budget: {settings.samples:,} samples, each try a fresh process, about {duration(seconds)}. Ctrl-C keeps what "
-        f"was found",
+        f"Budget: {settings.short:,} samples{beside}, each try a fresh process, about {duration(seconds)}. Ctrl-C "
+        f"keeps what was found",
         f"The recipe goes to {out}",
     ]

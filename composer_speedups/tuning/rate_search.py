@@ -1,0 +1,178 @@
+"""The search for the learning rate that goes with a batch: by short runs first, then by whole trainings."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups.ablation.quality import Margins
+from composer_speedups.errors import UserError
+from composer_speedups.tuning import rate as rates
+from composer_speedups.tuning import whole as wholes
+from composer_speedups.tuning.evidence import rate_lines, whole_lines
+from composer_speedups.tuning.tries import Tries
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["RateSearch"]
+
+Found = tuple[float, str, list[str]]  # a rate, why it is that, and lines of evidence
+
+
+class RateSearch:
+    """What is searched with `tries`, and how far it has got.
+
+    Args:
+        tries: make the runs.
+        recipe: with the batch that was found.
+        rule: the rate to begin with.
+        words: where that comes from.
+        budget: samples.
+        used: samples that the search for the batch used, for what is shown.
+    """
+
+    def __init__(self, tries: Tries, recipe: Recipe, rule: float, words: str, budget: int, used: int) -> None:
+        self.tries, self.recipe, self.rule, self.words = tries, recipe, rule, words
+        self.budget, self.used = budget, used
+        self.own, self.batch = tries.own_samples(), recipe.batch_size
+
+    def run(self) -> tuple[Recipe, list[str], str]:
+        """The recipe with its rate, the lines of evidence, and the reason for it."""
+        budget, trainings = self.budget, 0
+        plan = self._plan(budget)
+        if plan is not None and self._is_short(plan):
+            trainings = wholes.affordable(budget - self._least_short, self.own)
+            budget -= trainings * self.own
+            plan = self._plan(budget)
+        if plan is None:
+            least = 2 * rates.LEAST_STEPS * self.batch
+            note = f"{budget:,} samples are too few to compare rates at batch {self.batch} (at least {least:,})"
+            self.tries.display.say(f"learning rate {self.rule:g}: {self.words}; {note}", style="bold")
+            return self.recipe, [f"Learning rate: {self.words}. Not searched: {note}."], f"{self.words}; not searched"
+        best, why, lines = self._by_short_runs(plan, budget)
+        later = self._by_whole_trainings(best, trainings) if trainings else None
+        if later is not None:
+            best, why, lines = later[0], later[1], [*later[2], "", *lines]
+        elif self._is_short(plan) and not trainings:
+            self.tries.display.say(
+                f"Found in runs of {plan.samples[-1]:,} samples at most: a training of {self.own:,} often likes a "
+                f"lower rate. {self._enough()} samples would do for whole trainings",
+                style="yellow",
+            )
+        reason = f"{why}; {self.words}"
+        self.tries.display.say(f"learning rate {best:g}: {reason}", style="bold")
+        found = self.recipe.model_copy(update={"learning_rate": best})
+        return found, [f"Learning rate {best:g}, {reason}.", *lines], reason
+
+    @property
+    def _least_short(self) -> int:
+        """Samples for four rates: without short runs nobody knows where to begin."""
+        return 4 * rates.LEAST_STEPS * self.batch
+
+    def _enough(self) -> str:
+        """Samples for a search with three whole trainings, its share for the batch included."""
+        share = (self.tries.settings.samples or self.budget) / self.budget
+        return f"{math.ceil(share * (self._least_short + 3 * self.own) / 1000) * 1000:,}"
+
+    def _plan(self, budget: int) -> rates.Plan | None:
+        # One epoch at most: a loss over samples that were seen before says less.
+        longest = max(min(self.own, self.tries.samples), rates.LEAST_STEPS * self.batch)
+        return rates.plan(budget, self.batch, self.tries.settings.trials, longest)
+
+    def _is_short(self, plan: rates.Plan) -> bool:
+        """Whether the recipe's own training is longer than all of the plan's runs, by more than a tenth."""
+        return plan.samples[-1] < 0.9 * self.own
+
+    def _by_short_runs(self, plan: rates.Plan, budget: int) -> Found:
+        """What Optuna's search within `budget` samples leads to."""
+
+        def train(rate: float, samples: int) -> float | None:
+            trial = self._once("rate", rate, samples)
+            if trial["status"] != "ok":
+                return None
+            return math.nan if trial["loss"] is None else trial["loss"]
+
+        best, tried = rates.search(train, self.rule, plan, budget, self.recipe.seed)
+        if best is None:
+            low, high = min(one.rate for one in tried), max(one.rate for one in tried)
+            raise UserError(
+                f"no learning rate from {low:g} to {high:g} ended with a finite loss. Start lower, e.g. with "
+                f"learning_rate={low / 10:.1g} and another --out"
+            )
+        furthest = plan.samples[max(len(one.losses) for one in tried if one.rate == best) - 1]
+        best, why = self._settle(best, furthest, len(tried))
+        lines = [
+            "Loss: mean over the last quarter of a whole run with its own warm-up and decay, all from the same weights",
+            "over the same samples. One run each: with another seed close rates may rank otherwise, and longer",
+            "training may prefer another rate. Tried:",
+            *rate_lines(tried, plan.samples),
+        ]
+        return best, why, lines
+
+    def _settle(self, best: float, samples: int, count: int) -> tuple[float, str]:
+        """The rate with the lowest loss, if more than its steps' noise speaks for it, and else the rule's; and why.
+
+        A rule's rate that was given up before the longest runs is not compared again.
+        """
+        rule = self.rule
+        found = {
+            t["rate"]: t for t in self.tries.record.find(kind="rate", samples=samples, batch=self.batch) if t["tail"]
+        }
+        fallen = found[best]["first"] - found[best]["loss"]
+        if fallen <= Margins().loss_floor:
+            self.tries.display.say("Give more --samples: too little was learnt to tell rates apart", style="yellow")
+            return rule, f"the loss fell by {max(0.0, fallen):.2g} only in {samples:,} samples, too little to compare"
+        if best == rule or rule not in found or rates.shown_lower(found[best]["tail"], found[rule]["tail"], count):
+            return best, f"lowest loss of {count} tried, one run each"
+        return rule, f"none of {count} tried was shown to be better: {best:g} only within the noise"
+
+    def _by_whole_trainings(self, start: float, most: int) -> Found | None:
+        """What at most `most` trainings, from `start` on, lead to; None if they take too long, or none ends well."""
+        speeds = [t["samples_per_second"] for t in self.tries.record.find(kind="rate", batch=self.batch)]
+        seconds = self.own / min(filter(None, speeds), default=math.inf)
+        if seconds > self.tries.settings.timeout:
+            minutes = math.ceil(1.2 * seconds / 60) + 1
+            self.tries.display.say(
+                f"A whole training takes {seconds / 60:.0f} minutes, longer than a try may. It may like a lower rate: "
+                f"--timeout {minutes} tries that",
+                style="yellow",
+            )
+            return None
+
+        def train(rate: float) -> wholes.Trained:
+            trial = self._once("whole", rate, self.own)
+            loss = trial.get("eval_loss") if trial["status"] == "ok" and trial["loss"] is not None else None
+            if loss is None or not math.isfinite(loss):
+                return wholes.Trained(rate, math.inf)
+            return wholes.Trained(rate, loss, trial.get("eval_accuracy"))
+
+        tried = wholes.walk(train, start, most)
+        lowest = wholes.lowest(tried)
+        if lowest is None:
+            return None
+        best, why = lowest.rate, f"lowest evaluation loss of {len(tried)} whole trainings, one of each"
+        margin = Margins().loss_floor
+        if best != self.rule and any(one.rate == self.rule and one.loss - lowest.loss <= margin for one in tried):
+            best, why = self.rule, f"no whole training of {len(tried)} had an evaluation loss lower by over {margin:g}"
+        elif not wholes.is_between(best, tried):
+            why += f" ({'lower' if best == min(one.rate for one in tried) else 'higher'} ones may be better still)"
+        lines = [
+            "Short runs like higher rates than long ones: from what they liked best the search went on by halves, or",
+            "doubles, in whole trainings, judged by the evaluation texts, so that these flatter the rate a little.",
+            "Tried:",
+            *whole_lines(tried),
+        ]
+        return best, why, lines
+
+    def _once(self, kind: str, rate: float, samples: int) -> dict[str, Any]:
+        """One try of a rate, from the record if it was made before."""
+        whole = kind == "whole"
+        what = {"kind": kind, "rate": rate, "samples": samples, "batch": self.batch}
+        label = f"learning rate {rate:g}" + ", whole training" * whole
+        self.tries.display.used = self.used
+        trial = self.tries.once(what, label, self.recipe, rate, samples // self.batch, whole)
+        self.used += samples
+        if trial["status"] in ("failed", "skipped"):
+            raise UserError(f"learning rate {rate:g} failed: {trial['reason']}")
+        return trial

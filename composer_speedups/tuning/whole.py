@@ -1,0 +1,69 @@
+"""The learning rate in whole trainings: short runs, which are cheap, like higher rates than long ones do.
+
+A pretrained encoder learnt most at 7e-4 in runs of 58 steps, and at 2e-4 in its 250 (`2026-11-27_cpu_pretrained_minilm`
+among the benchmarks' results). So from what short runs liked best the search goes on in trainings as long as the
+recipe's own, by halves while those get better, or else by doubles. They are compared by the task's evaluation texts:
+the loss over what was seen in the epoch before tells of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from composer_speedups.tuning.rate import rounded
+
+__all__ = ["MOST_TRAININGS", "Trained", "affordable", "is_between", "lowest", "walk"]
+
+MOST_TRAININGS = 4  # from a rate that is four times too high to one that is too low
+_LEAST_TRAININGS = 2  # one by itself is compared with nothing
+_STEP = 2.0  # rates nearer to each other end alike, and two seeds of one differ by more
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of one whole training: its loss and accuracy on the evaluation texts, infinite if it ended badly."""
+
+    rate: float
+    loss: float
+    accuracy: float | None = None
+
+
+def affordable(samples: int, own: int) -> int:
+    """How many trainings of `own` samples each to make with `samples`; 0 if they would be too few to compare.
+
+    >>> affordable(15_000, 8_000), affordable(17_000, 8_000), affordable(10**6, 8_000)
+    (0, 2, 4)
+    """
+    count = min(MOST_TRAININGS, samples // own)
+    return count if count >= _LEAST_TRAININGS else 0
+
+
+def walk(train: Callable[[float], Trained], start: float, most: int) -> list[Trained]:
+    """At most `most` trainings, from `start` to where the loss is lowest, in the order in which they were made."""
+    best = train(start)
+    tried = [best]
+    while len(tried) < most:
+        tried.append(train(rounded(best.rate / _STEP)))
+        if not (tried[-1].loss < best.loss or math.isinf(best.loss)):
+            break
+        best = tried[-1]
+    lower_is_worse = best is tried[0]
+    while lower_is_worse and len(tried) < most:
+        tried.append(train(rounded(best.rate * _STEP)))
+        if not tried[-1].loss < best.loss:
+            break
+        best = tried[-1]
+    return tried
+
+
+def lowest(tried: Sequence[Trained]) -> Trained | None:
+    """The training with the lowest loss; None if none ended well."""
+    best = min(tried, key=lambda one: one.loss)
+    return None if math.isinf(best.loss) else best
+
+
+def is_between(rate: float, tried: Sequence[Trained]) -> bool:
+    """Whether both a lower rate and a higher one were tried."""
+    return min(one.rate for one in tried) < rate < max(one.rate for one in tried)
