@@ -12,6 +12,7 @@ import pytest
 import tuning_fakes as fakes
 from rich.console import Console
 
+from composer_speedups.errors import UserError
 from composer_speedups.recipes import load_recipe
 from composer_speedups.tuning.settings import Settings
 from composer_speedups.tuning.tune import record_path, tune
@@ -136,6 +137,18 @@ def test_trainings_that_take_longer_than_a_try_may_are_left_out(tmp_path: Path):
     assert result.recipe is not None and abs(math.log2(result.recipe.learning_rate / fakes.BEST)) < 1
     assert "minutes, longer than a try may. It may like a lower rate: --timeout 1" in text
     assert "whole training" not in (tmp_path / "x.yaml").read_text()
+
+
+def test_where_no_training_ends_well_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TUNING_FAULT", "full")
+    result, text = search(tmp_path / "x.yaml")
+    assert result.recipe is not None and abs(math.log2(result.recipe.learning_rate / fakes.BEST)) < 1
+    assert "No whole training came to its end (out of memory with 32 samples: try 16), so that the rate is" in text
+    monkeypatch.setenv("TUNING_FAULT", "diverge")
+    message = r"no whole training ended with a finite loss, down to a learning rate of 6\.25e-05, .*learning_rate=6e-06"
+    with pytest.raises(UserError, match=message):
+        search(tmp_path / "y.yaml")
+    assert not (tmp_path / "y.yaml").exists()
 
 
 # --- And real ones ---

@@ -128,7 +128,7 @@ class RateSearch:
         return rule, f"none of {count} tried was shown to be better: {best:g} only within the noise"
 
     def _by_whole_trainings(self, start: float, most: int) -> Found | None:
-        """What at most `most` trainings, from `start` on, lead to; None if they take too long, or none ends well."""
+        """What at most `most` trainings, from `start` on, lead to; None if none came, or would come, to its end."""
         speeds = [t["samples_per_second"] for t in self.tries.record.find(kind="rate", batch=self.batch)]
         seconds = self.own / min(filter(None, speeds), default=math.inf)
         if seconds > self.tries.settings.timeout:
@@ -140,8 +140,11 @@ class RateSearch:
             )
             return None
 
+        trials = []
+
         def train(rate: float) -> wholes.Trained:
             trial = self._once("whole", rate, self.own)
+            trials.append(trial)
             loss = trial.get("eval_loss") if trial["status"] == "ok" and trial["loss"] is not None else None
             if loss is None or not math.isfinite(loss):
                 return wholes.Trained(rate, math.inf)
@@ -150,6 +153,16 @@ class RateSearch:
         tried = wholes.walk(train, start, most)
         lowest = wholes.lowest(tried)
         if lowest is None:
+            if any(trial["status"] == "ok" for trial in trials):
+                low = min(one.rate for one in tried)
+                raise UserError(
+                    f"no whole training ended with a finite loss, down to a learning rate of {low:g}; short runs "
+                    f"did. Start lower, e.g. with learning_rate={low / 10:.1g} and another --out"
+                )
+            self.tries.display.say(
+                f"No whole training came to its end ({trials[-1]['reason']}), so that the rate is that of short runs",
+                style="yellow",
+            )
             return None
         best, why = lowest.rate, f"lowest evaluation loss of {len(tried)} whole trainings, one of each"
         margin = Margins().loss_floor
