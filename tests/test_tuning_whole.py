@@ -145,7 +145,7 @@ def test_where_no_training_ends_well_it_is_said(tmp_path: Path, monkeypatch: pyt
     assert result.recipe is not None and abs(math.log2(result.recipe.learning_rate / fakes.BEST)) < 1
     assert "No whole training came to its end (out of memory with 32 samples: try 16), so that the rate is" in text
     monkeypatch.setenv("TUNING_FAULT", "diverge")
-    message = r"no whole training ended with a finite loss, down to a learning rate of 6\.25e-05, .*learning_rate=6e-06"
+    message = r"no whole training ended with a finite loss, down to a learning rate of 6\.25e-05; .*learning_rate=6e-06"
     with pytest.raises(UserError, match=message):
         search(tmp_path / "y.yaml")
     assert not (tmp_path / "y.yaml").exists()

@@ -129,17 +129,8 @@ class RateSearch:
 
     def _by_whole_trainings(self, start: float, most: int) -> Found | None:
         """What at most `most` trainings, from `start` on, lead to; None if none came, or would come, to its end."""
-        speeds = [t["samples_per_second"] for t in self.tries.record.find(kind="rate", batch=self.batch)]
-        seconds = self.own / min(filter(None, speeds), default=math.inf)
-        if seconds > self.tries.settings.timeout:
-            minutes = math.ceil(1.2 * seconds / 60) + 1
-            self.tries.display.say(
-                f"A whole training takes {seconds / 60:.0f} minutes, longer than a try may. It may like a lower rate: "
-                f"--timeout {minutes} tries that",
-                style="yellow",
-            )
+        if self._is_too_long():
             return None
-
         trials = []
 
         def train(rate: float) -> wholes.Trained:
@@ -152,31 +143,49 @@ class RateSearch:
 
         tried = wholes.walk(train, start, most)
         lowest = wholes.lowest(tried)
-        if lowest is None:
-            if any(trial["status"] == "ok" for trial in trials):
-                low = min(one.rate for one in tried)
-                raise UserError(
-                    f"no whole training ended with a finite loss, down to a learning rate of {low:g}; short runs "
-                    f"did. Start lower, e.g. with learning_rate={low / 10:.1g} and another --out"
-                )
-            self.tries.display.say(
-                f"No whole training came to its end ({trials[-1]['reason']}), so that the rate is that of short runs",
-                style="yellow",
+        if lowest is not None:
+            best, why = self._judge(tried, lowest)
+            lines = [
+                "Short runs like higher rates than long ones: from their best the search went on by halves or doubles,",
+                "in whole trainings, judged by the evaluation texts, so that these flatter the rate a little. Tried:",
+                *whole_lines(tried),
+            ]
+            return best, why, lines
+        if any(trial["status"] == "ok" for trial in trials):
+            low = min(one.rate for one in tried)
+            raise UserError(
+                f"no whole training ended with a finite loss, down to a learning rate of {low:g}; short runs did. "
+                f"Start lower, e.g. with learning_rate={low / 10:.1g} and another --out"
             )
-            return None
-        best, why = lowest.rate, f"lowest evaluation loss of {len(tried)} whole trainings, one of each"
-        margin = Margins().loss_floor
-        if best != self.rule and any(one.rate == self.rule and one.loss - lowest.loss <= margin for one in tried):
-            best, why = self.rule, f"no whole training of {len(tried)} had an evaluation loss lower by over {margin:g}"
-        elif not wholes.is_between(best, tried):
-            why += f" ({'lower' if best == min(one.rate for one in tried) else 'higher'} ones may be better still)"
-        lines = [
-            "Short runs like higher rates than long ones: from what they liked best the search went on by halves, or",
-            "doubles, in whole trainings, judged by the evaluation texts, so that these flatter the rate a little.",
-            "Tried:",
-            *whole_lines(tried),
-        ]
-        return best, why, lines
+        self.tries.display.say(
+            f"No whole training came to its end ({trials[-1]['reason']}), so that the rate is that of short runs",
+            style="yellow",
+        )
+        return None
+
+    def _is_too_long(self) -> bool:
+        """Whether a training, by the speed of the short runs, takes longer than a try may; if so, it is said."""
+        speeds = [t["samples_per_second"] for t in self.tries.record.find(kind="rate", batch=self.batch)]
+        seconds = self.own / min(filter(None, speeds), default=math.inf)
+        if seconds <= self.tries.settings.timeout:
+            return False
+        self.tries.display.say(
+            f"A whole training takes {seconds / 60:.0f} minutes, longer than a try may. It may like a lower rate: "
+            f"--timeout {math.ceil(1.2 * seconds / 60) + 1} tries that",
+            style="yellow",
+        )
+        return True
+
+    def _judge(self, tried: list[wholes.Trained], lowest: wholes.Trained) -> tuple[float, str]:
+        """The rate with the lowest loss, if more than a margin speaks for it, and else the rule's; and why."""
+        margin, count = Margins().loss_floor, len(tried)
+        if lowest.rate != self.rule and any(t.rate == self.rule and t.loss - lowest.loss <= margin for t in tried):
+            return self.rule, f"no whole training of {count} had an evaluation loss lower by over {margin:g}"
+        why = f"lowest evaluation loss of {count} whole trainings, one of each"
+        if not wholes.is_between(lowest.rate, tried):
+            side = "lower" if lowest.rate == min(one.rate for one in tried) else "higher"
+            why += f" ({side} ones may be better still)"
+        return lowest.rate, why
 
     def _once(self, kind: str, rate: float, samples: int) -> dict[str, Any]:
         """One try of a rate, from the record if it was made before."""
