@@ -39,7 +39,7 @@ def tune(
         int | None,
         typer.Option(help="Samples to train in all [default: 16000, and up to four whole trainings for the rate]."),
     ] = None,
-    trials: Annotated[int, typer.Option(help="Learning rates to try, at most.")] = 8,
+    trials: Annotated[int, typer.Option(help="Learning rates to try in short runs, at most.")] = 8,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Such as 8GB [default: most of what there is].")
     ] = None,

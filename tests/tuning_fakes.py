@@ -2,7 +2,8 @@
 
 Each try writes a line into the file `$TUNING_DIARY`. `$TUNING_FAULT` makes tries go wrong, `what:number`: after so many
 lines `hang` stops the search as Ctrl-C does, and the `disk` is full; `kill` those of more samples; `slow`: seconds.
-`dull` learns nothing, and to `alike` all rates are the same. Whole trainings alone are `full`, or `diverge`.
+`dull` learns nothing, and to `alike` all rates are the same. Whole trainings alone are
+`full`, are `late`, take `more` memory, `break` or `diverge`; those of rates over `number` do.
 """
 
 from __future__ import annotations
@@ -74,7 +75,12 @@ def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         time.sleep(float(number))
     if recipe["description"] == "broken":
         raise RuntimeError("the loss function is missing")
-    if together > FITS or (whole and fault == "full"):
+    struck = whole and rate > float(number or 0)
+    if struck and fault == "late":
+        time.sleep(30)
+    if struck and fault == "break":
+        raise RuntimeError("the evaluation cannot be")
+    if together > FITS or (struck and fault == "full"):
         raise OutOfMemory(f"out of memory with {together} samples: try {together // 2}")
     report({"phase": "train", "step": steps, "steps": steps, "loss": 1.0})
     loss, begin, noise = math.log(rate / (BEST_WHOLE if whole else BEST)) ** 2 + 1 + 8 / steps, 9.0, 0.0
@@ -87,9 +93,9 @@ def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         "reason": "",
         "seed": seed,
         "samples_per_second": 100 * math.exp(-(math.log2(together / PEAK) ** 2) / 8),
-        "peak_memory_bytes": FIXED + SAMPLE * together,
+        "peak_memory_bytes": (FIXED + SAMPLE * together) * (1000 if struck and fault == "more" else 1),
         "losses": [loss + begin * (2 * n < steps) + noise * (-1) ** (steps - n) for n in range(steps)],
-        "finite": rate < 1e-2 and not (whole and fault == "diverge"),
+        "finite": rate < 1e-2 and not (struck and fault == "diverge"),
         # The law of the training loss, and a little more: what was not trained on is harder.
         **({"eval_loss": 1.1 * loss, "eval_accuracy": math.exp(-loss)} if whole else {}),
     }

@@ -10,7 +10,7 @@ from typing import Any
 from composer_speedups.tuning.rate import Rated
 from composer_speedups.tuning.whole import Trained
 
-__all__ = ["batch_lines", "batch_reason", "rate_lines", "whole_lines"]
+__all__ = ["batch_lines", "batch_reason", "broken_words", "rate_lines", "whole_lines"]
 
 _BESIDE = ", beside other work"
 _WORDS = {"out_of_memory": "out of memory", "over_limit": "over the limit"}
@@ -79,12 +79,17 @@ def whole_lines(tried: Sequence[Trained]) -> list[str]:
     """One line for each whole training, in the order of the search."""
     rows = [("rate", "evaluation loss", "accuracy", "")]
     for one in tried:
-        ended = math.isfinite(one.loss)
+        loss = f"{one.loss:.4f}" if math.isfinite(one.loss) else "-"
         accuracy = "-" if one.accuracy is None else f"{one.accuracy:.4f}"
-        rows.append(
-            (f"{one.rate:g}", f"{one.loss:.4f}" if ended else "-", accuracy, "" if ended else "did not end well")
-        )
+        ended = "" if math.isfinite(one.loss) else one.broken[:70] or "diverged"
+        rows.append((f"{one.rate:g}", loss, accuracy, ended))
     return _aligned(rows)
+
+
+def broken_words(trial: Mapping[str, Any]) -> str:
+    """Why a try that is not `ok` is not: its status in words, and the reason."""
+    words = _WORDS.get(trial["status"], trial["status"])
+    return f"{words}: {trial['reason']}" if trial["reason"] else words
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -9,7 +9,7 @@ from composer_speedups.ablation.quality import Margins
 from composer_speedups.errors import UserError
 from composer_speedups.tuning import rate as rates
 from composer_speedups.tuning import whole as wholes
-from composer_speedups.tuning.evidence import rate_lines, whole_lines
+from composer_speedups.tuning.evidence import broken_words, rate_lines, whole_lines
 from composer_speedups.tuning.tries import Tries
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class RateSearch:
         recipe: with the batch that was found.
         rule: the rate to begin with.
         words: where that comes from.
-        budget: samples.
+        budget: samples: for short runs, where the user named none, and else for all.
         used: samples that the search for the batch used, for what is shown.
     """
 
@@ -36,28 +36,31 @@ class RateSearch:
         self.tries, self.recipe, self.rule, self.words = tries, recipe, rule, words
         self.budget, self.used = budget, used
         self.own, self.batch = tries.own_samples(), recipe.batch_size
+        self.trainings = 0  # whole ones, at most
 
     def run(self) -> tuple[Recipe, list[str], str]:
         """The recipe with its rate, the lines of evidence, and the reason for it."""
-        budget, trainings = self.budget, 0
+        budget = self.budget
         plan = self._plan(budget)
-        if plan is not None and self._is_short(plan):
-            trainings = wholes.affordable(budget - self._least_short, self.own)
-            budget -= trainings * self.own
-            plan = self._plan(budget)
         if plan is None:
             least = 2 * rates.LEAST_STEPS * self.batch
             note = f"{budget:,} samples are too few to compare rates at batch {self.batch} (at least {least:,})"
             self.tries.display.say(f"learning rate {self.rule:g}: {self.words}; {note}", style="bold")
             return self.recipe, [f"Learning rate: {self.words}. Not searched: {note}."], f"{self.words}; not searched"
+        if self._is_short(plan):
+            if self.tries.settings.samples is None:
+                self.trainings = wholes.MOST_TRAININGS
+            elif trainings := wholes.affordable(budget - self._least_short, self.own):
+                self.trainings = trainings
+                budget -= trainings * self.own
+                plan = self._plan(budget) or plan
         best, why, lines = self._by_short_runs(plan, budget)
-        later = self._by_whole_trainings(best, trainings) if trainings else None
-        if later is not None:
-            best, why, lines = later[0], later[1], [*later[2], "", *lines]
-        elif self._is_short(plan) and not trainings:
+        if self.trainings and not self._is_too_long():
+            best, why, lines = self._by_whole_trainings(best, why, lines)
+        elif self._is_short(plan) and not self.trainings:
             self.tries.display.say(
                 f"Found in runs of {plan.samples[-1]:,} samples at most: a training of {self.own:,} often likes a "
-                f"lower rate. {self._enough()} samples would do for whole trainings",
+                f"lower rate. {self._enough()} samples would do for runs as long",
                 style="yellow",
             )
         reason = f"{why}; {self.words}"
@@ -72,7 +75,7 @@ class RateSearch:
 
     def _enough(self) -> str:
         """Samples for a search with three whole trainings, its share for the batch included."""
-        share = (self.tries.settings.samples or self.budget) / self.budget
+        share = self.tries.settings.short / self.budget
         return f"{math.ceil(share * (self._least_short + 3 * self.own) / 1000) * 1000:,}"
 
     def _plan(self, budget: int) -> rates.Plan | None:
@@ -121,64 +124,69 @@ class RateSearch:
         }
         fallen = found[best]["first"] - found[best]["loss"]
         if fallen <= Margins().loss_floor:
-            self.tries.display.say("Give more --samples: too little was learnt to tell rates apart", style="yellow")
+            if not self.trainings:
+                self.tries.display.say("Give more --samples: too little was learnt to tell rates apart", style="yellow")
             return rule, f"the loss fell by {max(0.0, fallen):.2g} only in {samples:,} samples, too little to compare"
         if best == rule or rule not in found or rates.shown_lower(found[best]["tail"], found[rule]["tail"], count):
             return best, f"lowest loss of {count} tried, one run each"
         return rule, f"none of {count} tried was shown to be better: {best:g} only within the noise"
 
-    def _by_whole_trainings(self, start: float, most: int) -> Found | None:
-        """What at most `most` trainings, from `start` on, lead to; None if none came, or would come, to its end."""
-        if self._is_too_long():
-            return None
-        trials = []
+    def _by_whole_trainings(self, start: float, why: str, lines: list[str]) -> Found:
+        """What trainings lead to, from where short runs ended: at `start`, for the reason `why`, as `lines` show."""
 
         def train(rate: float) -> wholes.Trained:
             trial = self._once("whole", rate, self.own)
-            trials.append(trial)
-            loss = trial.get("eval_loss") if trial["status"] == "ok" and trial["loss"] is not None else None
-            if loss is None or not math.isfinite(loss):
-                return wholes.Trained(rate, math.inf)
-            return wholes.Trained(rate, loss, trial.get("eval_accuracy"))
+            if trial["status"] != "ok":
+                return wholes.Trained(rate, broken=broken_words(trial))
+            if trial["loss"] is None or trial["eval_loss"] is None or not math.isfinite(trial["eval_loss"]):
+                return wholes.Trained(rate)
+            return wholes.Trained(rate, trial["eval_loss"], trial["eval_accuracy"])
 
-        tried = wholes.walk(train, start, most)
-        lowest = wholes.lowest(tried)
-        if lowest is not None:
-            best, why = self._judge(tried, lowest)
-            lines = [
-                "Short runs like higher rates than long ones: from their best the search went on by halves or doubles,",
-                "in whole trainings, judged by the evaluation texts, so that these flatter the rate a little. Tried:",
-                *whole_lines(tried),
-            ]
-            return best, why, lines
-        if any(trial["status"] == "ok" for trial in trials):
+        tried = wholes.walk(train, start, self.trainings)
+        lowest, broken = wholes.lowest(tried), next((one.broken for one in tried if one.broken), "")
+        if lowest is None and not broken:
             low = min(one.rate for one in tried)
             raise UserError(
                 f"no whole training ended with a finite loss, down to a learning rate of {low:g}; short runs did. "
                 f"Start lower, e.g. with learning_rate={low / 10:.1g} and another --out"
             )
-        self.tries.display.say(
-            f"No whole training came to its end ({trials[-1]['reason']}), so that the rate is that of short runs",
-            style="yellow",
-        )
-        return None
+        if broken:
+            self.tries.display.say(
+                f"A whole training did not end well ({broken}). See whether this batch, and its evaluation, fit into "
+                "memory and --timeout",
+                style="yellow",
+            )
+        lines = [
+            "Short runs like higher rates than long ones: from where they ended the search went on by halves or",
+            "doubles, in whole trainings, judged by the evaluation texts, so that these flatter the rate a little.",
+            "Tried:",
+            *whole_lines(tried),
+            "",
+            f"The short runs ended at {start:g}: {why}.",
+            *lines,
+        ]
+        if lowest is None:
+            return start, f"{why}, in short runs: no whole training ended well", lines
+        return *self._judge(tried, lowest), lines
 
     def _is_too_long(self) -> bool:
         """Whether a training, by the speed of the short runs, takes longer than a try may; if so, it is said."""
         speeds = [t["samples_per_second"] for t in self.tries.record.find(kind="rate", batch=self.batch)]
-        seconds = self.own / min(filter(None, speeds), default=math.inf)
+        # A forward pass is a third of a step; and a try takes some time to begin.
+        samples = self.own + (self.recipe.task.eval_samples or 0) / 3
+        seconds = 1.1 * samples / min(filter(None, speeds), default=math.inf)
         if seconds <= self.tries.settings.timeout:
             return False
         self.tries.display.say(
-            f"A whole training takes {seconds / 60:.0f} minutes, longer than a try may. It may like a lower rate: "
-            f"--timeout {math.ceil(1.2 * seconds / 60) + 1} tries that",
+            f"A whole training would take about {seconds / 60:.0f} minutes, longer than a try may. It may like a lower "
+            f"rate: search again with --timeout {math.ceil(1.2 * seconds / 60) + 1} to know",
             style="yellow",
         )
         return True
 
     def _judge(self, tried: list[wholes.Trained], lowest: wholes.Trained) -> tuple[float, str]:
         """The rate with the lowest loss, if more than a margin speaks for it, and else the rule's; and why."""
-        margin, count = Margins().loss_floor, len(tried)
+        margin, count = Margins().loss_floor, sum(not one.broken for one in tried)
         if lowest.rate != self.rule and any(t.rate == self.rule and t.loss - lowest.loss <= margin for t in tried):
             return self.rule, f"no whole training of {count} had an evaluation loss lower by over {margin:g}"
         why = f"lowest evaluation loss of {count} whole trainings, one of each"
@@ -195,6 +203,6 @@ class RateSearch:
         self.tries.display.used = self.used
         trial = self.tries.once(what, label, self.recipe, rate, samples // self.batch, whole)
         self.used += samples
-        if trial["status"] in ("failed", "skipped"):
+        if trial["status"] in ("failed", "skipped") and not whole:
             raise UserError(f"learning rate {rate:g} failed: {trial['reason']}")
         return trial

@@ -167,5 +167,7 @@ def _difference(stored: dict[str, Any], asked: dict[str, Any], path: str = "") -
 
 
 def _show(value: Any) -> str:
+    if value is None:
+        return "not given"
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

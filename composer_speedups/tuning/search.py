@@ -34,10 +34,9 @@ class Search:
         self.goal = self.settings.goal or ("largest" if tries.cuda else "fastest")
         both = self.settings.batch and self.settings.rate and self.goal == "fastest"
         self.batch_budget = self.settings.short // 2 if both else self.settings.short
-        own = tries.own_samples()
-        # Where nobody says how much, there are whole trainings, too, unless the short runs are as long.
-        beside = MOST_TRAININGS * own if self.settings.rate and self.settings.samples is None else 0
-        self.budget = self.settings.short + beside
+        # Where nobody says how much, there may be whole trainings beside the short runs.
+        beside = self.settings.rate and self.settings.samples is None
+        self.budget = self.settings.short + (MOST_TRAININGS * tries.own_samples() if beside else 0)
         self.used = 0
 
     def run(self) -> tuple[Recipe, list[str], dict[str, str]]:
@@ -60,7 +59,7 @@ class Search:
         reasons["learning_rate"] = text
         if self.settings.rate:
             spent = self.used if self.settings.batch and self.goal == "fastest" else 0
-            rate = RateSearch(self.tries, found, rule, text, self.budget - spent, self.used)
+            rate = RateSearch(self.tries, found, rule, text, self.settings.short - spent, self.used)
             found, lines, reasons["learning_rate"] = rate.run()
             evidence += ["", *lines]
         return _written_as(found, old), evidence, reasons

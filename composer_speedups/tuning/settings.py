@@ -22,7 +22,7 @@ class Settings:
         constant: keep the effective batch, and search the microbatch instead (gradient accumulation).
         samples: that may be trained in all, to find the fastest batch and the learning rate; None is `SAMPLES` in short
             runs, and whole trainings besides, where a training is longer than those.
-        trials: learning rates, at most.
+        trials: learning rates in short runs, at most.
         memory_limit: bytes; None is most of what the machine has.
         goal: `largest` batch that fits or `fastest`; None is the largest on a GPU, the fastest without.
         timeout: seconds that one try may take.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -97,7 +97,7 @@ def tune(
         inputs = marks(read_by(plain))
         what = {
             "recipe": {k: v for k, v in plain.items() if k not in ("name", "description", "published")},
-            "settings": {k: v for k, v in asdict(settings).items() if k != "timeout"},
+            "settings": _asked(settings),
             "machine": hardware.identity(tries.facts),
         }
         record = Record(record_path(out), what, {path: mark.content for path, mark in inputs.items()})
@@ -135,6 +135,12 @@ def tune(
             isolation.close()
 
 
+def _asked(settings: Settings) -> dict[str, Any]:
+    """What a search's tries depend on."""
+    asked = {k: v for k, v in asdict(settings).items() if k != "timeout"}
+    return asked if settings.rate else asked | {"samples": settings.short}  # None says something of the rate only
+
+
 def _check_again(out: Path, overwrite: bool, record: Record) -> None:
     """Another process may have ended the same search since `out` was looked at, and have let go of its record."""
     try:
@@ -156,11 +162,12 @@ def _announcement(search: Search, kept: int, out: Path) -> list[str]:
         measured = search.batch_budget if search.goal == "fastest" else 0
         seconds += BATCH_TRIES * START + measured * tries.seconds_per_sample
     if settings.rate:
-        parts.append(f"the learning rate, {settings.trials} tried at most")
+        parts.append(f"the learning rate, {settings.trials} tried in short runs at most")
         left = search.budget - (search.batch_budget if settings.batch and search.goal == "fastest" else 0)
         seconds += 2 * settings.trials * START + left * tries.seconds_per_sample
     beside = ""
     if search.budget > settings.short:
+        seconds += MOST_TRAININGS * (recipe.task.eval_samples or 0) / 3 * tries.seconds_per_sample  # forward only
         whole = f"{MOST_TRAININGS} whole trainings of {tries.own_samples():,}"
         beside = f" in short runs, and at most {whole} (--samples for less)"
     return [

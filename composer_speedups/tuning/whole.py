@@ -1,9 +1,10 @@
 """The learning rate in whole trainings: short runs, which are cheap, like higher rates than long ones do.
 
-A pretrained encoder learnt most at 7e-4 in runs of 58 steps, and at 2e-4 in its 250 (`2026-11-27_cpu_pretrained_minilm`
-among the benchmarks' results). So from what short runs liked best the search goes on in trainings as long as the
-recipe's own, by halves while those get better, or else by doubles. They are compared by the task's evaluation texts:
-the loss over what was seen in the epoch before tells of memory.
+Runs of 58 steps kept a pretrained encoder at 7e-4; its 250 ended 2.5 to 3.3 points of accuracy higher with 2e-4 to
+3.5e-4 (`2026-11-27_cpu_tune_minilm`, `2026-11-27_cpu_pretrained_minilm` among the benchmarks' results). So from where
+short runs ended the search goes on in trainings as long as the recipe's own, by halves while those get better, or else
+by doubles. They are compared by the task's evaluation texts: the loss over what was seen in the epoch before tells of
+memory.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ _STEP = 2.0  # rates nearer to each other end alike, and two seeds of one differ
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of one whole training: its loss and accuracy on the evaluation texts, infinite if it ended badly."""
+    """What came of one whole training: loss and accuracy on the evaluation texts, and else why there are none.
+
+    A training that diverged tells of its rate, and has an infinite loss; one that came to no end tells nothing.
+    """
 
     rate: float
-    loss: float
+    loss: float = math.inf
     accuracy: float | None = None
+    broken: str = ""  # what happened to it, if that has nothing to do with its rate
 
 
 def affordable(samples: int, own: int) -> int:
@@ -41,16 +46,19 @@ def affordable(samples: int, own: int) -> int:
 
 
 def walk(train: Callable[[float], Trained], start: float, most: int) -> list[Trained]:
-    """At most `most` trainings, from `start` to where the loss is lowest, in the order in which they were made."""
+    """At most `most` trainings, from `start` to where the loss is lowest, in the order in which they were made.
+
+    It ends with the first that came to no end: the next one would hardly do better.
+    """
     best = train(start)
     tried = [best]
-    while len(tried) < most:
+    while len(tried) < most and not tried[-1].broken:
         tried.append(train(rounded(best.rate / _STEP)))
         if not (tried[-1].loss < best.loss or math.isinf(best.loss)):
             break
         best = tried[-1]
     lower_is_worse = best is tried[0]
-    while lower_is_worse and len(tried) < most:
+    while lower_is_worse and len(tried) < most and not tried[-1].broken:
         tried.append(train(rounded(best.rate * _STEP)))
         if not tried[-1].loss < best.loss:
             break
@@ -65,5 +73,6 @@ def lowest(tried: Sequence[Trained]) -> Trained | None:
 
 
 def is_between(rate: float, tried: Sequence[Trained]) -> bool:
-    """Whether both a lower rate and a higher one were tried."""
-    return min(one.rate for one in tried) < rate < max(one.rate for one in tried)
+    """Whether both a lower rate and a higher one were tried, and told something."""
+    told = [one.rate for one in tried if not one.broken]
+    return min(told) < rate < max(told)
