@@ -340,7 +340,8 @@ def positions(config: PretrainedConfig) -> int | None:
     if room is None or room < 0:  # XLNet's is -1: its positions are relative
         return None
     if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
-        padding = 1 if config.model_type == "mpnet" else config.pad_token_id  # MPNet's embeddings have it in their code
+        # MPNet's embeddings have it in their code.
+        padding = 1 if config.model_type == "mpnet" else config.pad_token_id or 0
         room -= padding + 1  # their positions start behind the padding id
     return room
 
