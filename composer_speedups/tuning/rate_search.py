@@ -28,13 +28,13 @@ class RateSearch:
         recipe: with the batch that was found.
         rule: the rate to begin with.
         words: where that comes from.
-        budget: samples: for short runs, where the user named none, and else for all.
-        used: samples that the search for the batch used, for what is shown.
+        used: samples that the search for the batch took out of the budget.
     """
 
-    def __init__(self, tries: Tries, recipe: Recipe, rule: float, words: str, budget: int, used: int) -> None:
+    def __init__(self, tries: Tries, recipe: Recipe, rule: float, words: str, used: int) -> None:
         self.tries, self.recipe, self.rule, self.words = tries, recipe, rule, words
-        self.budget, self.used = budget, used
+        # For short runs, where the user named no number, and else for all.
+        self.budget, self.used = tries.settings.short - used, used
         self.own, self.batch = tries.own_samples(), recipe.batch_size
         self.trainings = 0  # whole ones, at most
 

@@ -32,8 +32,9 @@ class Search:
     def __init__(self, tries: Tries) -> None:
         self.tries, self.recipe, self.settings = tries, tries.recipe, tries.settings
         self.goal = self.settings.goal or ("largest" if tries.cuda else "fastest")
-        both = self.settings.batch and self.settings.rate and self.goal == "fastest"
-        self.batch_budget = self.settings.short // 2 if both else self.settings.short
+        # What a largest batch needs, four steps of each, is not counted.
+        counted = self.settings.short if self.settings.batch and self.goal == "fastest" else 0
+        self.batch_budget = counted // 2 if self.settings.rate else counted
         # Where nobody says how much, there may be whole trainings beside the short runs.
         beside = self.settings.rate and self.settings.samples is None
         self.budget = self.settings.short + (MOST_TRAININGS * tries.own_samples() if beside else 0)
@@ -58,8 +59,7 @@ class Search:
             reasons["duration"] = "as many samples as before"
         reasons["learning_rate"] = text
         if self.settings.rate:
-            spent = self.used if self.settings.batch and self.goal == "fastest" else 0
-            rate = RateSearch(self.tries, found, rule, text, self.settings.short - spent, self.used)
+            rate = RateSearch(self.tries, found, rule, text, self.used)
             found, lines, reasons["learning_rate"] = rate.run()
             evidence += ["", *lines]
         return _written_as(found, old), evidence, reasons

@@ -159,12 +159,10 @@ def _announcement(search: Search, kept: int, out: Path) -> list[str]:
     if settings.batch:
         within = f" within {tries.limit / 1e9:.1f} GB" if tries.limit else ""
         parts.append(f"the {search.goal} {noun}{within}")
-        measured = search.batch_budget if search.goal == "fastest" else 0
-        seconds += BATCH_TRIES * START + measured * tries.seconds_per_sample
+        seconds += BATCH_TRIES * START + search.batch_budget * tries.seconds_per_sample
     if settings.rate:
         parts.append(f"the learning rate, {settings.trials} tried in short runs at most")
-        left = search.budget - (search.batch_budget if settings.batch and search.goal == "fastest" else 0)
-        seconds += 2 * settings.trials * START + left * tries.seconds_per_sample
+        seconds += 2 * settings.trials * START + (search.budget - search.batch_budget) * tries.seconds_per_sample
     beside = ""
     if search.budget > settings.short:
         seconds += MOST_TRAININGS * (recipe.task.eval_samples or 0) / 3 * tries.seconds_per_sample  # forward only

@@ -52,17 +52,14 @@ def walk(train: Callable[[float], Trained], start: float, most: int) -> list[Tra
     """
     best = train(start)
     tried = [best]
-    while len(tried) < most and not tried[-1].broken:
-        tried.append(train(rounded(best.rate / _STEP)))
-        if not (tried[-1].loss < best.loss or math.isinf(best.loss)):
+    for factor in (1 / _STEP, _STEP):
+        while len(tried) < most and not tried[-1].broken:
+            tried.append(train(rounded(best.rate * factor)))
+            if not (tried[-1].loss < best.loss or math.isinf(best.loss)):
+                break
+            best = tried[-1]
+        if best is not tried[0]:
             break
-        best = tried[-1]
-    lower_is_worse = best is tried[0]
-    while lower_is_worse and len(tried) < most and not tried[-1].broken:
-        tried.append(train(rounded(best.rate * _STEP)))
-        if not tried[-1].loss < best.loss:
-            break
-        best = tried[-1]
     return tried
 
 
