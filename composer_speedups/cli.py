@@ -20,6 +20,7 @@ import typer
 
 from composer_speedups import __version__
 from composer_speedups.ablate_command import ABLATE_EXAMPLE, ablate
+from composer_speedups.collector import end_without_collecting
 from composer_speedups.doctor_command import DOCTOR_EXAMPLE, doctor
 from composer_speedups.errors import UserError
 from composer_speedups.recommend_command import RECOMMEND_EXAMPLE, recommend
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # It imports Inductor, too, which then starts its compile workers: a process that imports PyTorch once more beside
     # each rank, and that writes a traceback if Ctrl-C comes before it is done. `prepare_inductor` starts them.
     os.environ.setdefault("TORCH_WARM_POOL", "0")
+    end_without_collecting()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _check_folders(given)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from composer_speedups.collector import importing
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -33,7 +35,9 @@ def doctor(
     """
     from composer_speedups import hardware
     from composer_speedups.ablation.terminal import make_console
-    from composer_speedups.doctor import examine, memory_need
+
+    with importing():
+        from composer_speedups.doctor import examine, memory_need
 
     console = make_console()
     found = examine(model)

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.collector import importing
 from composer_speedups.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -39,12 +40,14 @@ def regrouping() -> frozenset[str]:
 @cache
 def speedup_class(key: str) -> type[SpeedUp]:
     """The class registered under `key`; an unknown key raises `RecipeError` with the nearest names."""
-    from composer_speedups.speedup import SpeedUp, Stage
+    with importing():
+        from composer_speedups.speedup import SpeedUp, Stage
 
     if key not in keys():
         near = difflib.get_close_matches(key, keys(), n=3, cutoff=0.4) or keys()
         raise RecipeError(f"unknown speed-up {key!r}. Nearest: {', '.join(near)}")
-    module = importlib.import_module(f"composer_speedups.algorithms.{key}")
+    with importing():
+        module = importlib.import_module(f"composer_speedups.algorithms.{key}")
     found = [
         c
         for c in vars(module).values()

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from composer_speedups.collector import importing
 from composer_speedups.termination import end_on_termination, stop_on_termination
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
     console.print(_plan(recipe), style="dim")
     console.print("loading torch and Composer ...", style="dim")
 
-    with end_on_termination():
+    with end_on_termination(), importing():
         from composer_speedups.recipes import check_speedups
         from composer_speedups.training import run  # takes some seconds
     stop_on_termination()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
+from functools import cache
 
 # Set before torch is imported: no test may reach a hub, and two cores are shared by pytest's workers.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Inductor's compile workers would import PyTorch beside whatever a test starts. Tests of them set it themselves.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
+gc.disable()  # until the tests are collected: they and what they import are a million objects, none of them garbage
 
 import pytest
 import torch
@@ -34,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_sessionfinish() -> None:
     """Tests that compile by themselves must not make the whole run wait for Inductor's workers at its end."""
     settle_compile_workers()
@@ -49,6 +61,17 @@ def _alone_in_this_process(tmp_path_factory: pytest.TempPathFactory):
     """Measured runs in tests see those of other pytest processes, and of the machine's users, nowhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMPOSER_SPEEDUPS_PRESENCE", str(tmp_path_factory.mktemp("presence")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _composer_looks_for_its_commit_once():
+    """It goes through all its installed files for that, for every Trainer and every checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "composer" in sys.modules:
+            from composer.utils import collect_env
+
+            patch.setattr(collect_env, "get_composer_commit_hash", cache(collect_env.get_composer_commit_hash))
         yield
 
 

@@ -64,8 +64,8 @@ def seen(scores: torch.Tensor, window: int) -> torch.Tensor:
 _OWN_MEMORY = "failed |= !memory;"
 
 
-def compiled(folder: Path, name: str, old: str = "", new: str = "", flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The library of the kernel `name`, with a fault planted, and NaN in all memory of its own before it is written."""
+def planted(folder: Path, name: str, old: str = "", new: str = "") -> None:
+    """Write `mutant.c`: the kernel `name` with a fault, and NaN in all memory of its own before it is written."""
     home = Path(building.__file__).parent
     source = (home / f"{name}.c").read_text()
     for header in home.glob("*.h"):  # a fault may be planted in what the kernels share, too
@@ -76,6 +76,11 @@ def compiled(folder: Path, name: str, old: str = "", new: str = "", flags: tuple
         (folder / header.name).write_text(text)
     assert not old or source.count(old) == 1, f"{old!r} is {source.count(old)} times in the kernel"
     (folder / "mutant.c").write_text(source.replace(old, new) if old else source)
+
+
+def compiled(folder: Path, name: str, old: str = "", new: str = "", flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library of the kernel `name`, with a fault planted."""
+    planted(folder, name, old, new)
     quick = ["-O1" if flag == "-O3" else flag for flag in building._FLAGS]
     command = [shutil.which("cc") or "gcc", *quick, *flags, "-shared", "mutant.c", "-o", "mutant.so"]
     subprocess.run(command, cwd=folder, check=True)
@@ -93,10 +98,7 @@ def run_with_guards(
     ends at such a page, too: sanitizers see neither what lies between parts of one array nor what tile instructions do.
     """
     compiler, checks = shutil.which("cc") or "gcc", ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    (folder / "empty.c").write_text("int main(void) { return 0; }")
-    if subprocess.run([compiler, *checks, "empty.c"], cwd=folder, capture_output=True).returncode:
-        return ""
-    compiled(folder, name, *fault, flags=flags)
+    planted(folder, name, *fault)
     if apart:
         header = folder / "fused_attention.h"
         text = header.read_text()
@@ -104,7 +106,11 @@ def run_with_guards(
         header.write_text(text.replace(_TAKEN, "extern char *apart(int64_t); char *here = apart(bytes);"))
     (folder / "harness.c").write_text(_HARNESS.replace("NUMBERS", element).replace("FILLED", str(fill)))
     build = [flag for flag in building._FLAGS if flag != "-O3"]
-    subprocess.run([compiler, *build, *flags, "-g", *checks, "harness.c", "-o", "harness"], cwd=folder, check=True)
+    command = [compiler, *build, *flags, "-g", *checks, "harness.c", "-o", "harness"]
+    if subprocess.run(command, cwd=folder, capture_output=True).returncode:
+        (folder / "empty.c").write_text("int main(void) { return 0; }")
+        assert subprocess.run([compiler, *checks, "empty.c"], cwd=folder, capture_output=True).returncode, command
+        return ""
     environment = {"ASAN_OPTIONS": "detect_leaks=0"}
     done = subprocess.run([folder / "harness"], capture_output=True, text=True, env=environment)
     assert done.returncode or done.stdout == "done\n", done

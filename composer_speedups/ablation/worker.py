@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from composer_speedups.ablation.contention import Contention
+from composer_speedups.collector import importing
 
 __all__ = ["MESSAGE_LIMIT", "classify", "main", "resolve"]
 
@@ -59,7 +60,7 @@ def main(descriptor: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the study's business
     connection = socket.socket(fileno=descriptor)
     try:
-        with _left_to_runs("bitsandbytes"):
+        with _left_to_runs("bitsandbytes"), importing():
             for name in preload:
                 importlib.import_module(name)
     except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,10 @@ def test_is_interpreted() -> None:
 
 # Wide rows take seconds each: of these every dtype, and dropout and none of it, but not all of them together.
 WIDE = [(768, 0.0, FP16), (768, 0.3, BF16), (768, 0.3, FP32), (769, 0.0, BF16), (769, 0.3, FP16), (769, 0.0, FP32)]
-NARROW = list(itertools.product([1, 2, 31, 64], [0.0, 0.3], DTYPES))
+# Each width and each dtype with dropout and without, but not each pair of them.
+NARROW = [
+    (width, (0.0, 0.3)[(i + j) % 2], dtype) for i, width in enumerate([1, 2, 31, 64]) for j, dtype in enumerate(DTYPES)
+]
 
 
 @pytest.mark.parametrize(("width", "p", "dtype"), NARROW + WIDE, ids=str)
