@@ -13,7 +13,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Inductor's compile workers would import PyTorch beside whatever a test starts. Tests of them set it themselves.
 os.environ.setdefault("TORCH_WARM_POOL", "0")
-gc.disable()  # until the tests are collected: they and what they import are a million objects, none of them garbage
 
 import pytest
 import torch
@@ -21,6 +20,8 @@ from small import BatchDataset, bert_config
 
 from composer_speedups.compat import set_float32_precision
 from composer_speedups.compilation import settle_compile_workers
+
+gc.disable()  # until the tests are collected: they and what they import are a million objects, none of them garbage
 
 HAS_CUDA = torch.cuda.is_available()
 _MINUTES = ("test_interpreted.py", "test_null_gpu.py")

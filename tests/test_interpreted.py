@@ -22,11 +22,8 @@ from packaging.version import Version
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.glob("*/interpreted_*.py"))
 # Of the emulator attention asks for tensor cores.
-GROUPS = {
-    "attention": [file for file in FILES if "attention" in file.name],
-    "norms": [file for file in FILES if "norm" in file.name],
-    "others": [file for file in FILES if not re.search("attention|norm", file.name)],
-}
+GROUPS = {name: [file for file in FILES if file.match(f"kernels/*{name}*")] for name in ("attention", "norm")}
+GROUPS["others"] = [file for file in FILES if all(file not in group for group in GROUPS.values())]
 # A100 and H100; the others are those of a T4, of consumer cards (RTX 3090, 4090, 5090), and a B200.
 CAPABILITIES = [80, 90, *(pytest.param(c, marks=pytest.mark.slow) for c in (75, 86, 89, 100, 120))]
 # The emulator has those of the others (`tensor_cores.py`). Attention asks for 8.0 or newer.
@@ -57,7 +54,7 @@ def test_as_compiled_for_a_gpu(capability: int, group: str, tmp_path: Path, requ
 def test_rows_loaded_ahead_are_the_same(tmp_path: Path) -> None:
     """Copies to shared memory while a row is computed, as `benchmarks/launches.py` tries them."""
     some = ("-k", "rows and not planted")
-    run("norms", *some, "-p", "emulated", EMULATED="90", STAGES="3", TRITON_CACHE_DIR=str(tmp_path))
+    run("norm", *some, "-p", "emulated", EMULATED="90", STAGES="3", TRITON_CACHE_DIR=str(tmp_path))
 
 
 def run(group: str, *options: str, **variables: str) -> None:
