@@ -3,13 +3,14 @@
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3,$(shell command -v $(p) >/dev/null 2>&1 && $(p) -c '' 2>/dev/null && echo $(p))))
 PYTHON312 ?= $(firstword $(foreach p,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),$(shell $(p) -c '' 2>/dev/null && echo $(p))))
 WORKERS ?= 2
+TESTS ?= # some files or folders of them; all without it
 # The installed package lists its algorithms: a file more or less there, and it is installed again.
 STAMP := .installed-$(shell ls composer_speedups/algorithms/*.py | cksum | cut -d' ' -f1)
 # uv leaves bytecode to the first import, and where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process
 # would compile torch, SciPy and all others again: half of the time that it takes to start.
 INSTALL = pip install --quiet --compile-bytecode
 # Each worker computes on one core; two that use all cores each only stand in each other's way.
-PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 .PHONY: help setup setup-modern setup-newest demo test test-modern test-newest test-all bench lint clean
 

@@ -49,6 +49,7 @@ def test_python_blocks_run(document: Path, line: int, source: str, monkeypatch, 
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # Accelerate's and transformers' own; a speed-up without effect stays an error
         warnings.simplefilter("error", NoEffectWarning)
+        warnings.filterwarnings("ignore", ".pin_memory. argument is set as true")  # the Hugging Face Trainer sets it
         namespace = {"__name__": "__main__"}
         exec(code, namespace)
     if trainer := namespace.get("trainer"):
