@@ -219,8 +219,9 @@ class TokenBudgetSampler(DistributedSampler):
 class TrimPadding:
     """A collator around another: cuts columns at the end in which all rows are padding.
 
-    The width left is a multiple of `multiple_of`, if the batch was that wide. No token, and no label other than -100,
-    is cut. Batches without a two-dimensional `attention_mask` are passed on.
+    The width left is a multiple of `multiple_of`, if the batch was that wide. No token, and no label other than -100
+    (of soft labels, [rows, columns, classes], other than 0), is cut. Batches without a two-dimensional
+    `attention_mask` are passed on, and so are those with a tensor whose name does not say whether it is per token.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], multiple_of: int = 8) -> None:
@@ -237,9 +238,10 @@ class TrimPadding:
             return batch
         wide = {
             name for name, value in batch.items()
-            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[:2] == mask.shape
+            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == mask.shape[1]
+            and (len(value) == len(mask) or (len(value) == 1 and name in _PER_TOKEN))  # 1: the same for all rows
         }  # fmt: skip
-        if "labels" in wide and batch["labels"].is_floating_point():
+        if "labels" in wide and batch["labels"].is_floating_point() and batch["labels"].dim() == 2:
             wide -= {"labels"}  # several classes a sample, by chance as many as there are columns
         if unknown := wide - _PER_TOKEN:
             if not self._warned:
@@ -253,8 +255,11 @@ class TrimPadding:
     def _width(self, batch: Mapping[str, Any], mask: torch.Tensor) -> int:
         used = mask.ne(0).any(0)
         labels = batch.get("labels")
-        if isinstance(labels, torch.Tensor) and labels.shape == mask.shape and not labels.is_floating_point():
-            used = used | labels.ne(IGNORED).any(0)
+        if isinstance(labels, torch.Tensor) and labels.shape[:2] == mask.shape:
+            if labels.dim() == 3:
+                used = used | (labels.ne(0) & labels.ne(IGNORED)).any(-1).any(0)
+            elif not labels.is_floating_point():
+                used = used | labels.ne(IGNORED).any(0)
         places = used.nonzero()
         longest = int(places[-1]) + 1 if len(places) else 1
         return min(mask.shape[1], -(-longest // self.multiple_of) * self.multiple_of)

@@ -26,10 +26,11 @@ from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 from packaging.version import InvalidVersion, Version
 
-from composer_speedups import __version__
+from composer_speedups import __version__, registry
 from composer_speedups.checkpoint_files import Damaged, Unsafe, read_file
 from composer_speedups.errors import CheckpointError, UserError
 from composer_speedups.files import lock
+from composer_speedups.resumed_batches import warn_of_other_batches
 from composer_speedups.tasks.inputs import data_of, marks
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Checkpoints:
         self.folder = save / "checkpoints"
         said = recipe.to_dict()
         self.facts = {key: value for key, value in said.items() if key in _SAME} | {"seed": seed}
+        self.speedups = set(recipe.speedups)
         # Not of the model's folder: the weights are the checkpoint's, and their shapes are compared.
         self.data = _on_rank_zero(lambda: {path: mark.content for path, mark in marks(data_of(said)).items()})
         self.load_path: str | None = None
@@ -103,6 +105,7 @@ class Checkpoints:
                 self._damaged.append((path, damage.reason))
                 continue
             self._check_origin(path, content["state"])
+            self._check_batches(content["state"])
             self._shapes = {k: v.shape for k, v in content["state"]["model"].items() if isinstance(v, torch.Tensor)}
             return str(path.absolute())
         if self._damaged:
@@ -144,6 +147,13 @@ class Checkpoints:
                 f"the checkpoint {path} is of another run: {other[0]} has changed since it began. Resume with what was "
                 "there, or start anew with another --save"
             )
+
+    def _check_batches(self, state: dict[str, Any]) -> None:
+        """Warn where a speed-up cut the epoch into batches that is not there any more, and no other: they see to it."""
+        there, regrouping = dict(state.get("algorithms", ())), registry.regrouping()
+        gone = [key for key in regrouping if key.title().replace("_", "") in there]
+        if gone and not regrouping & self.speedups and (done := state["timestamp"]["Timestamp"])["batch_in_epoch"]:
+            warn_of_other_batches(int(done["epoch"]), f"this recipe, without {gone[0]},")
 
     def check(self, model: torch.nn.Module) -> None:
         """See that the chosen checkpoint is of this model."""

@@ -50,7 +50,7 @@ def given_out_twice(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def as_residual(x: torch.Tensor) -> torch.Tensor:
     """What stands for `x` as a residual; `x` itself if it was not given out twice, or has been changed in place."""
-    if torch.compiler.is_compiling():
-        return x
-    _, version, second = (_here.pairs or {}).get(id(x), (x, -1, x))
+    if torch.compiler.is_compiling() or not _here.pairs or id(x) not in _here.pairs:
+        return x  # without a look at its version, which tensors of inference mode do not have
+    _, version, second = _here.pairs[id(x)]
     return second if x._version == version else x

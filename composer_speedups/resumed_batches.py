@@ -47,14 +47,14 @@ class KeepsPlan:
         self._plan, self._saved, self._first = {}, None, True
 
 
-def check_resumed(sampler: TokenBudgetSampler, timestamp: Timestamp, saved: Mapping[str, int]) -> None:
+def check_resumed(sampler: TokenBudgetSampler, timestamp: Timestamp, saved: Mapping[str, int] | None) -> None:
     """Raise where the checkpoint's epoch is known to have been cut otherwise, warn where its samples say so.
 
     Args:
         sampler: of the epochs to come.
         timestamp: that was loaded, in mid-epoch.
-        saved: `steps` of an epoch and `ranks`, of the checkpoint; empty where it was made without a budget, or by an
-            older version.
+        saved: `steps` of an epoch and `ranks`, of the checkpoint; None where it was made without a budget, empty where
+            an older version made it.
     """
     steps, ranks = sampler.steps, sampler.num_replicas
     if saved and saved["steps"] != steps:
@@ -65,7 +65,7 @@ def check_resumed(sampler: TokenBudgetSampler, timestamp: Timestamp, saved: Mapp
             f"batches of then, or with tokens_per_batch={round(sampler.lengths.sum() / saved['steps'] / ranks)}"
         )
     epoch, done = int(timestamp.epoch), int(timestamp.batch_in_epoch)
-    if not saved and sampler.samples_before(epoch, done) != timestamp.sample_in_epoch:
+    if saved is None or (not saved and sampler.samples_before(epoch, done) != timestamp.sample_in_epoch):
         warn_of_other_batches(epoch, "token_budget_batches")
 
 

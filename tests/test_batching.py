@@ -284,6 +284,15 @@ def test_trims_labels_of_tokens_but_no_label_that_counts() -> None:
     assert TrimPadding(lambda b: b)(dict(full))["labels"].shape == (2, 32)
 
 
+def test_trims_soft_labels_and_positions_that_all_rows_share() -> None:
+    soft = batch() | {"labels": torch.zeros(2, 32, 3), "position_ids": torch.arange(32)[None]}
+    soft["labels"][0, 1] = 1 / 3
+    out = TrimPadding(lambda b: b)(dict(soft))
+    assert (out["input_ids"].shape, out["labels"].shape, out["position_ids"].shape) == ((2, 16), (2, 16, 3), (1, 16))
+    soft["labels"][1, 25] = 1 / 3  # beyond the attention mask, but in the loss
+    assert TrimPadding(lambda b: b)(dict(soft))["labels"].shape == (2, 32, 3)
+
+
 def test_leaves_alone_what_may_not_be_per_token(caplog) -> None:
     several = batch()
     several["labels"] = torch.ones(2, 32)  # 32 classes, and 32 columns by chance

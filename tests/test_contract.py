@@ -184,6 +184,20 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("key", USABLE)
+def test_predicts_in_inference_mode(key: str, trainer_for) -> None:
+    head = case(key).head
+    trainer = trainer_for([make(key)], bert(head), head)
+    trainer.fit()
+    model, batch = trainer.state.model.model.eval(), next(iter(loader(head)))
+    with torch.no_grad():
+        expected = model(**batch)
+    with torch.inference_mode():
+        found = model(**batch)
+    torch.testing.assert_close(found.loss.float(), expected.loss.float())
+    torch.testing.assert_close(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("key", USABLE)
 def test_checkpoints_load_without_the_speed_up_and_with_it(key: str, trainer_for, tmp_path) -> None:
     head = case(key).head
     # Moments of the first two need converting (see test_optimizer_states), and Adafactor has none to convert.

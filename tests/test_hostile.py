@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +27,11 @@ from composer_speedups import registry
 from composer_speedups.ablation.isolate import Isolation, Outcome
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.checkpoint_files import Damaged
-from composer_speedups.checkpoints import Saver, exclusive, read_checkpoint
+from composer_speedups.checkpoints import Checkpoints, Saver, exclusive, read_checkpoint
 from composer_speedups.cli import main
 from composer_speedups.errors import CheckpointError
 from composer_speedups.measure import Measurement
-from composer_speedups.recipes import load_recipe
+from composer_speedups.recipes import load_recipe, make_recipe
 from composer_speedups.speedup import Stage
 from composer_speedups.training import run
 
@@ -240,6 +241,21 @@ def refused(saved, capsys):
         return errors[0]
 
     return resume
+
+
+def test_without_the_speed_up_that_made_the_batches_it_is_told(saved, caplog) -> None:
+    recipe, path = make_recipe({"task": {"name": "dummy"}}), newest(saved)
+
+    def edit(content: dict[str, Any], done: int) -> None:
+        content["state"]["algorithms"] = [("TokenBudgetBatches", {"steps": 9, "ranks": 1})]
+        content["state"]["callbacks"].pop("Saver", None)  # of another recipe
+        content["state"]["timestamp"]["Timestamp"]["batch_in_epoch"] = done
+
+    for done, speedups, told in ((3, {}, 1), (0, {}, 0), (3, {"length_grouped_batches": {}}, 0)):
+        change(path, partial(edit, done=done))
+        caplog.clear()
+        Checkpoints(saved, recipe.model_copy(update={"speedups": speedups}), 1).find()
+        assert caplog.text.count("other batches than this recipe, without token_budget_batches, has here") == told
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:

@@ -61,3 +61,12 @@ def test_compiled_code_knows_nothing_of_it() -> None:
         given_out_twice(first, second.add(1))
         compiled = torch.compile(reads, backend="eager", fullgraph=True)
         assert compiled(first).eq(1).all() and reads(first).eq(3).all()
+
+
+def test_tensors_of_inference_mode_are_themselves() -> None:
+    """They have no version to look at."""
+    with torch.inference_mode():
+        x = torch.ones(2)
+        assert as_residual(x) is x
+        with reading_twice():
+            assert as_residual(given_out_twice(x, x + 1)) is x

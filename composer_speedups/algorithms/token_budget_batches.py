@@ -131,6 +131,10 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
         self._asked: int | float | None = None  # the Trainer's microbatch before this fit
         self._set: int | float | None = None  # and what it has of us
 
+    def install(self, state: State, logger: Logger) -> None:
+        super().install(state, logger)
+        self._asked = self._set = None
+
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event in (Event.FIT_START, Event.EPOCH_END):
             self._drawn = 0
@@ -190,7 +194,7 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
             )
         self._plan = {"steps": sampler.steps, "ranks": sampler.num_replicas}
         if first and done:
-            check_resumed(sampler, state.timestamp, self._saved or {})
+            check_resumed(sampler, state.timestamp, self._saved)
 
     def _fit_microbatch(self, state: State) -> None:
         """Give a size that splits each rank's batch into as many microbatches, none larger than asked for if possible.

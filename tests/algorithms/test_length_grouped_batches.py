@@ -140,3 +140,10 @@ def test_refuses_before_training_what_it_cannot_regroup(make_trainer) -> None:
 def test_arguments_are_checked(arguments: dict, error: type) -> None:
     with pytest.raises(error, match=next(iter(arguments))):
         LengthGroupedBatches(**arguments)
+
+
+def test_fewer_samples_than_a_batch_and_none_kept_is_one_line() -> None:
+    samples = [{"input_ids": [1] * n} for n in (1, 2, 3)]
+    with pytest.raises(SpeedUpUnavailable, match=r"3 samples, a batch 4, and drop_last=True leaves none: make batch"):
+        apply_length_grouped_batches(DataLoader(samples, batch_size=4, collate_fn=list, drop_last=True))
+    assert len(apply_length_grouped_batches(DataLoader(samples, batch_size=4, collate_fn=list))) == 1

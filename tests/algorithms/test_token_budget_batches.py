@@ -250,7 +250,8 @@ def test_resumed_without_spinning_it_trains_on(make_trainer, tmp_path, monkeypat
     assert sizes == [len(batch) for batch in batches]  # each a single microbatch
 
 
-def test_checkpoints_load_with_and_without_it_in_mid_epoch(make_trainer, tmp_path, caplog) -> None:
+def test_checkpoints_load_with_and_without_it_in_mid_epoch(make_trainer, tmp_path, caplog, monkeypatch) -> None:
+    """Without it is for whoever resumes to know: there is nobody to say so."""
     for name, algorithms in (("stock", []), ("budget", [TokenBudgetBatches(300)])):
         folder = str(tmp_path / name)
         train(make_trainer, algorithms, "1ep", save_folder=folder, save_interval="7ba", save_num_checkpoints_to_keep=9)
@@ -261,6 +262,10 @@ def test_checkpoints_load_with_and_without_it_in_mid_epoch(make_trainer, tmp_pat
         _, trainer = train(make_trainer, [algorithm], "1ep", load_path=str(tmp_path / "stock/ep0-ba7-rank0.pt"))
     assert caplog.text.count("in the middle of epoch 0 with other batches than token_budget_batches") == 1
     assert int(trainer.state.timestamp.batch) == algorithm.evidence["changed"]
+    caplog.clear()  # by chance as many samples as the budget's batches have
+    monkeypatch.setattr(TokenBudgetSampler, "samples_before", lambda *_: int(trainer.state.timestamp.sample_in_epoch))
+    train(make_trainer, [TokenBudgetBatches()], "1ep", load_path=str(tmp_path / "stock/ep0-ba7-rank0.pt"))
+    assert caplog.text.count("in the middle of epoch 0 with other batches") == 1
     with pytest.raises(ConflictError, match=r"on 1 rank, and here an epoch has \d+ on 1: samples would come twice"):
         train(make_trainer, [TokenBudgetBatches(600)], "1ep", load_path=str(tmp_path / "budget/ep0-ba7-rank0.pt"))
     caplog.clear()
@@ -323,3 +328,14 @@ def test_two_weightings_are_refused(make_trainer) -> None:
 def test_arguments_are_checked(arguments: dict, error: type) -> None:
     with pytest.raises(error, match=next(iter(arguments))):
         TokenBudgetBatches(**arguments)
+
+
+def test_a_fit_that_was_broken_off_leaves_nothing_to_another_trainer(make_trainer) -> None:
+    """Its microbatch may be, by chance, the one that the other asks for."""
+    algorithm = TokenBudgetBatches(300)
+    algorithm._set, algorithm._asked = 3, 8
+    sizes = []
+    algorithm_weighs = algorithm._weigh
+    algorithm._weigh = lambda state: (sizes.append(len(state.batch["labels"])), algorithm_weighs(state))
+    train(make_trainer, [algorithm], "1ep", device_train_microbatch_size=3)
+    assert sizes and max(sizes) <= 3
