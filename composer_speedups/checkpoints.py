@@ -25,6 +25,7 @@ from composer.core import State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 from packaging.version import InvalidVersion, Version
+from safetensors import SafetensorError
 
 from composer_speedups import __version__, registry
 from composer_speedups.checkpoint_files import Damaged, Unsafe, read_file
@@ -251,19 +252,27 @@ def _publish(partial: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path, beside: Path | None = None) -> Iterator[None]:
-    """Turn what a full or forbidden disk raises into one line about `path`; `beside` holds a file's predecessors."""
+def writing(path: Path, beside: Path | None = None, then: str = "") -> Iterator[None]:
+    """Turn what a full or forbidden disk raises into one line about `path`.
+
+    Args:
+        path: that is written to.
+        beside: holds a file's predecessors, if the folder `path` does not.
+        then: what to do when that is mended.
+    """
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         # torch's writer loses the errno ("PytorchStreamWriter failed writing file", "unexpected pos"), but the file's
         # own error may be there as the one before.
         cause = next((e for e in (error, error.__context__) if isinstance(e, OSError) and e.errno), None)
+        if isinstance(error, SafetensorError) and (number := re.search(r"\(os error (\d+)\)", str(error))):
+            cause = OSError(int(number[1]), os.strerror(int(number[1])))
         if cause is None and not re.search(r"PytorchStreamWriter|unexpected pos|iostream|write failed", str(error)):
             raise
         reason = cause.strerror if cause is not None else str(error).partition("\n")[0]
         full = cause is None or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-        remedy = "make room there" if full else "name another folder with --save"
+        remedy = ("make room there" if full else "name another folder with --save") + then
         intact = ". What was saved before is intact" if _holds_something(beside or path) else ""
         raise CheckpointError(f"{path} cannot be written: {reason}{intact}: {remedy}") from error
 

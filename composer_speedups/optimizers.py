@@ -376,11 +376,14 @@ def _refuse_lost_moments(state: State, checkpoint: Loading) -> None:
         "adamw_8bit" if type(optimizer).__name__ == "AdamW8bit" else "bnb_adamw"
     )
     path = str(state.load_path)
-    target = f"{path.removesuffix('.pt')}-{to}.pt"
+    target, options = f"{path.removesuffix('.pt')}-{to}.pt", ""
+    otherwise = "; or load the weights alone with load_weights_only=True"
+    if any(type(callback).__module__ == "composer_speedups.checkpoints" for callback in state.callbacks):
+        target, options, otherwise = path, " --overwrite", ""  # `train --resume` finds its checkpoints by their names
     raise ConflictError(
         f"the checkpoint {path} holds no state of {describe(optimizer)}: it was saved with another optimizer. Convert "
-        f"it: `composer-speedups convert-checkpoint {shlex.quote(path)} {shlex.quote(target)} --to {to}`; or use that "
-        "optimizer's speed-up; or load the weights alone with load_weights_only=True."
+        f"it: `composer-speedups convert-checkpoint {shlex.quote(path)} {shlex.quote(target)} --to {to}{options}`; or "
+        f"use that optimizer's speed-up{otherwise}."
     )
 
 

@@ -185,7 +185,8 @@ class RecipeFields(_Fields):
     batch_size: int = _field("a positive integer", "32", 32, gt=0, le=1_000_000)
     eval_batch_size: int | None = _field("a positive integer", "64", None, gt=0, le=1_000_000)
     microbatch_size: int | None = _field("a positive integer", "8", None, gt=0, le=1_000_000)
-    learning_rate: float = _field("a positive number", "1e-4", 5e-5, gt=0)
+    # The bound is what a float32 still holds some thousand times of; every rate that trains is far below.
+    learning_rate: float = _field("a positive number, at most 1e30", "1e-4", 5e-5, gt=0, le=1e30)
     optimizer: OptimizerSpec = _field("a mapping", "{name: adamw}", {}, validate_default=True)
     schedule: ScheduleSpec = _field("a mapping", "{name: cosine, warmup: 0.1dur}", {}, validate_default=True)
     duration: Annotated[str, _matching(DURATION)] = _field(

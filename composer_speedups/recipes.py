@@ -368,7 +368,13 @@ def _validate(model: type[Fields], item: Item) -> Fields:
         return model.model_validate(item.plain())
     except ValidationError as error:
         path, message = explain(error, model)
-        raise RecipeError(f"{item.at(path).where}: {message}") from None
+        raise RecipeError(f"{item.at(path).where if path else _place(message, item)}: {message}") from None
+
+
+def _place(message: str, item: Item) -> Where:
+    """Of a mistake of several values: where the first of those it names stands that is in the recipe's own file."""
+    places = [item.at(word.split(".")).where for word in message.split()]
+    return next((where for where in places if where != item.where and where.file == item.where.file), item.where)
 
 
 def _with_places(data: Any, item: Item | None) -> Item:

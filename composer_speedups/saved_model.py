@@ -26,7 +26,7 @@ def save_model(model: Any, task: Task, folder: Path) -> None:
         CheckpointError: the folder cannot be written.
     """
     beside = folder / ".saving"
-    with writing(folder):
+    with writing(folder, then=". The same command with --resume then writes the model"):
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed here; one run at a time holds the folder
         try:

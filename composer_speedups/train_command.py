@@ -64,12 +64,12 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
 
 
 def _not_saved(recipe: Recipe, result: results.RunResult, save: Path | None) -> str:
-    """Why there is no model, what to change, and what there is instead."""
-    if save is None:
-        return "No model was saved."
+    """Why there is no model that is worth its name, what to change, and what there is instead."""
     remedy = f"lower learning_rate {recipe.learning_rate:g}, or lengthen schedule.warmup {recipe.schedule.warmup}"
     if result.losses and not math.isfinite(result.losses[0]):
         remedy = f"the first loss was not finite already, so look at the weights of {recipe.model.name}"
+    if save is None:
+        return f"{result.reason}: {remedy}"
     folder = save / "checkpoints"
     kept = f"; checkpoints are in {folder}" if any(folder.glob("ep*.pt")) else ""
     return f"No model was saved: {result.reason}: {remedy}{kept}"

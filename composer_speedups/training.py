@@ -158,15 +158,15 @@ def run(
         result.pretrained, result.train_samples = task.pretrained, len(task.train)
         result.data_notes = [note for note in task.notes if note != task.source.note]
         result.warnings = list(dict.fromkeys(caught))
+        # Too few steps to be given up for their losses, or it began so.
+        if result.status == "ok" and not result.gave_up and not all_finite(model):
+            result.gave_up, result.reason = True, "the weights are not finite"
         if inspect and save is None and result.status == "ok" and not result.gave_up:
             from composer_speedups.inspection import look_inside
 
             look_inside(trainer, recipe, task, result)
-        if save is not None and result.status == "ok" and not result.gave_up:
-            if not all_finite(model):  # too few steps to be given up for their losses, or it began so
-                result.gave_up, result.reason = True, "the weights are not finite"
-            elif dist.get_global_rank() == 0:
-                save_model(model, task, Path(save))
+        if save is not None and result.status == "ok" and not result.gave_up and dist.get_global_rank() == 0:
+            save_model(model, task, Path(save))
     return result
 
 

@@ -32,6 +32,7 @@ from composer_speedups.cli import main
 from composer_speedups.errors import CheckpointError
 from composer_speedups.measure import Measurement
 from composer_speedups.recipes import load_recipe, make_recipe
+from composer_speedups.saved_model import save_model
 from composer_speedups.speedup import Stage
 from composer_speedups.training import run
 
@@ -439,6 +440,23 @@ def test_full_disk(isolation, whole, tmp_path) -> None:
         outcome = isolation.run({"save": str(disk / "out"), "resume": True}, timeout=60)
         assert_same_as_whole(outcome, whole, disk / "out")
         assert len(outcome.value["losses"]) == STEPS - 2
+
+
+def test_full_disk_for_the_model_alone(tmp_path) -> None:
+    """Whatever writes it has an error of its own, of no kind that Python knows."""
+    model = bert("classification")
+    size = sum(p.nbytes for p in model.parameters())
+    with small_disk(tmp_path / "disk", str(size // 2)) as disk:
+        (disk / "before").write_text("mine")
+        said = (
+            r"disk cannot be written: No space left on device\. What was saved before is intact: make room there\. The"
+        )
+        with pytest.raises(CheckpointError, match=f"{said} same command with --resume then writes the model"):
+            save_model(model, SimpleNamespace(tokenizer=None), disk)
+        assert [path.name for path in disk.iterdir()] == ["before"]
+        subprocess.run(["mount", "-o", f"remount,size={size * 8}", str(disk)], check=True)
+        save_model(model, SimpleNamespace(tokenizer=None), disk)
+        assert (disk / "model.safetensors").stat().st_size > size
 
 
 def test_folder_that_cannot_be_written(tmp_path, capsys) -> None:

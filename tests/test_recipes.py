@@ -421,11 +421,14 @@ def test_yaml_words_for_true(write) -> None:
         ("learning_rate: .inf", "mine.yaml:1: .inf is not a finite number"),
         ("learning_rate: -.INF", "-.INF is not a finite number"),
         ("learning_rate: 1e999", "1e999 is not a finite number"),
-        ("learning_rate: nan", "learning_rate must be a positive number, got 'nan'"),
-        ("learning_rate: 0", "learning_rate must be a positive number, got 0. Write e.g. learning_rate: 1e-4"),
-        ("learning_rate: -1e-4", "learning_rate must be a positive number, got -0.0001"),
-        ("learning_rate: true", "learning_rate must be a positive number, got True"),
-        ("learning_rate: 1e-4f", "learning_rate must be a positive number, got '1e-4f'"),
+        ("learning_rate: nan", "learning_rate must be a positive number, at most 1e30, got 'nan'"),
+        (
+            "learning_rate: 0",
+            "learning_rate must be a positive number, at most 1e30, got 0. Write e.g. learning_rate: 1e-4",
+        ),
+        ("learning_rate: -1e-4", "learning_rate must be a positive number, at most 1e30, got -0.0001"),
+        ("learning_rate: true", "learning_rate must be a positive number, at most 1e30, got True"),
+        ("learning_rate: 1e-4f", "learning_rate must be a positive number, at most 1e30, got '1e-4f'"),
         ("batchsize: 3", "mine.yaml:1: unknown key 'batchsize'. Nearest: batch_size"),
         ("Batch_Size: 3", "unknown key 'Batch_Size'. Nearest: batch_size"),
         ("task:\n  max_lenght: 3", "mine.yaml:2: unknown key 'max_lenght' in task. Nearest: max_length"),
@@ -449,10 +452,13 @@ def test_yaml_words_for_true(write) -> None:
         ("schedule: {warmup: -1}", "schedule.warmup must be a share"),
         ("schedule: {warmup: true}", "schedule.warmup must be a share"),
         ("schedule: {warmup: 1dur}", "schedule.warmup must be a share"),
-        ("duration: 10ba\nschedule:\n  warmup: 10ba", "schedule.warmup 10ba leaves nothing of duration 10ba"),
+        (
+            "duration: 10ba\nschedule:\n  warmup: 10ba",
+            "mine.yaml:3: schedule.warmup 10ba leaves nothing of duration 10ba",
+        ),
         (
             "duration: 2ep\nschedule:\n  warmup: 800sp",
-            "mine.yaml:1: schedule.warmup 800sp and duration 2ep are not both in samples: "
+            "mine.yaml:3: schedule.warmup 800sp and duration 2ep are not both in samples: "
             "give the warm-up in batches or epochs, or as a share (0.1dur)",
         ),
         (
@@ -468,10 +474,11 @@ def test_yaml_words_for_true(write) -> None:
         ("seed: -1", "seed must be an integer from 0"),
         ("seed: 4294967296", "seed must be an integer from 0"),
         ("workers: -1", "workers must be an integer from 0 to 64, got -1"),
-        ("microbatch_size: 64\nbatch_size: 32", "microbatch_size 64 exceeds batch_size 32"),
+        ("batch_size: 32\nmicrobatch_size: 64", "mine.yaml:2: microbatch_size 64 exceeds batch_size 32"),
         ("name: ../../etc", "name must be letters"),
         ("name: 'a b'", "name must be letters"),
         ("published: {samples_per_second: fast}", "published.samples_per_second must be a positive number, got 'fast'"),
+        ("learning_rate: 1e300", "learning_rate must be a positive number, at most 1e30, got 1e+300"),
         ("published: {stable: 1}", "published.stable must be a boolean, got 1"),
         ("batch_size: 8\nbatch_size: 9", "mine.yaml:2: 'batch_size' is given twice, first at line 1. Keep one"),
         ("task: {name: imdb, name: imdb}", "'name' is given twice"),

@@ -48,6 +48,9 @@ def test_a_model_that_is_not_finite_is_not_saved(tmp_path, capsys) -> None:
         "No model was saved: the weights are not finite: lower learning_rate 1e+30, or lengthen schedule.warmup 0ba"
     )
     assert [path.name for path in out.iterdir()] == ["checkpoints"] and not list(out.glob("checkpoints/*"))
+    code, printed, lines = cli(capsys, *SHORT, *words)
+    said = "the weights are not finite: lower learning_rate 1e+30, or lengthen schedule.warmup 0ba"
+    assert code == 1 and said in printed + "\n".join(lines) and "No model" not in printed
 
 
 def test_brackets_are_printed_and_weights_that_began_as_nan_are_not_saved(tmp_path, capsys, caplog) -> None:

@@ -291,8 +291,8 @@ def test_a_rate_that_is_clearly_better_is_shown_to_be():
 def test_a_record_survives_a_kill_and_refuses_damage(tmp_path: Path):
     path = tmp_path / "x.jsonl"
     record = Record(path, {"recipe": 1})
-    record.add({"kind": "batch", "size": 8})
-    record.add({"kind": "batch", "size": 16})
+    record.add({"kind": "batch", "size": 8, "status": "ok"})
+    record.add({"kind": "batch", "size": 16, "status": "ok"})
     with pytest.raises(RecordError, match="another process is at"):
         Record(path, {"recipe": 1})
     record.close()
@@ -508,6 +508,8 @@ def test_what_cannot_run_here_or_is_broken(tmp_path: Path, isolation: Isolation)
         search(tmp_path / "x.yaml", isolation, overrides=["description=broken"])
     with pytest.raises(UserError, match="no batch of demo/bf16 was found to fit"):
         search(tmp_path / "y.yaml", isolation, memory_limit=10)
+    with pytest.raises(UserError, match="1 samples are too few to try a batch of demo/bf16"):
+        search(tmp_path / "y.yaml", isolation, samples=1, goal="fastest")  # in the place of a search that found nothing
     assert not (tmp_path / "x.yaml").exists()
 
 
@@ -733,7 +735,7 @@ def test_sizes_of_memory():
         (["tune", "demo/bf16", "--no-batch", "--no-lr"], "nothing to tune"),
         (["tune", "demo/bf16", "--samples", "-5"], "--samples must be positive, got -5"),
         (["tune", "demo/bf16", "--trials", "0"], "--trials must be positive"),
-        (["tune", "demo/bf16", "--timeout", "0"], "--timeout must be positive"),
+        (["tune", "demo/bf16", "--timeout", "-1"], "--timeout must be positive, got -1"),
         (["tune", "demo/bf16", "--memory-limit", "much"], "--memory-limit 'much' is no size"),
         (["tune", "demo/bf16", "--memory-limit", "0GB"], "is no size"),
         (["tune", "demo/bf16", "--goal", "best"], "--goal must be largest or fastest"),

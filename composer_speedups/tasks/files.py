@@ -29,9 +29,9 @@ _MOST_LABELS = 1000
 _BEGINNING = 2**20
 
 
-def fingerprint(path: str) -> list[list[str | int]]:
-    """Name, size and time of change of every file under `path`: enough to see that the data changed."""
-    root = _existing(path)
+def fingerprint(path: str, key: str = "task.path") -> list[list[str | int]]:
+    """Name, size and time of change of every file under `path`, which `key` names: enough to see that data changed."""
+    root = _existing(path, key)
     try:
         files = [root] if root.is_file() else [f for f in _inside(root) if os.path.isfile(f)]
         return [[str(f), (found := f.stat()).st_size, found.st_mtime_ns] for f in files]

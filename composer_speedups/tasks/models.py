@@ -44,6 +44,7 @@ _TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sen
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Sizes grow by this: tensor cores want matrices whose sides are multiples of 8 in 16-bit types.
 _VOCABULARY_MULTIPLE = 8
+_SIZES = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
 
 _LARGE = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
 # Its configuration's own defaults are those of DeBERTa-v2-xlarge.
@@ -360,6 +361,9 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
     kinds = (int, float) if type(old) is float else (type(old),)
     if old is not None and value is not None and type(value) not in kinds:
         raise TaskError(f"model.config.{name} is {value!r}, but must be of type {type(old).__name__}, such as {old!r}")
+    # Transformers builds a model of no layers, or of less than none, and it trains.
+    if own in {config.attribute_map.get(size, size) for size in _SIZES} and isinstance(value, int) and value < 1:
+        raise TaskError(f"model.config.{name} must be 1 or more, got {value}")
     try:
         setattr(config, name, value)
     except Exception as error:  # transformers 5 looks at what it is given, by a validator of its own

@@ -124,7 +124,8 @@ class _Raw:
         else:
             self.key["labelled"] = spec.objective == "classification"
             self.key["columns"] = [spec.text_column, spec.label_column, spec.split_column]
-            self.key["files"] = [files.fingerprint(p) for p in (spec.path, spec.eval_path) if p is not None]
+            paths = {"task.path": spec.path, "task.eval_path": spec.eval_path}
+            self.key["files"] = [files.fingerprint(path, key) for key, path in paths.items() if path is not None]
 
     def texts(self) -> Texts:
         if self._texts is None:

@@ -37,7 +37,8 @@ class Record:
             is refused, too.
 
     Raises:
-        RecordError: what is there is no record, a damaged one, or that of another search. It is left as it is.
+        RecordError: what is there is no record, a damaged one, or that of another search of which something came. It
+            is left as it is.
     """
 
     def __init__(self, path: Path, search: dict[str, Any], inputs: Mapping[str, str] | None = None) -> None:
@@ -56,8 +57,12 @@ class Record:
             raise RecordError(f"{self.path} was written by another version. {self._remedy()}")
         if lines:
             different = _difference(lines[0]["search"], search)
-            if different:
+            if different and any(line.get("status") == "ok" for line in lines[1:]):
                 raise RecordError(f"{self.path} holds the trials of another search ({different}). {self._remedy()}")
+            if different:  # nothing came of that one: most likely its bounds are wider now, as its end asked for
+                self._cut(0)
+                lines = []
+        if lines:
             self.trials = [line for line in lines[1:] if line["kind"] != _INPUTS]
         else:
             self._append({"format": _FORMAT, "search": search})
@@ -139,12 +144,15 @@ class Record:
         if rest:  # a kill in the middle of writing: that trial is made again
             if not (rest.startswith(_BEGIN) or _BEGIN.startswith(rest)):
                 raise RecordError(f"{self.path} is damaged in line {len(whole) + 1}. {self._remedy()}")
-            try:
-                with self.path.open("r+b") as file:
-                    file.truncate(len(raw) - len(rest))
-            except OSError as error:
-                raise RecordError(f"cannot write {self.path}: {error.strerror}. Choose another --out") from error
+            self._cut(len(raw) - len(rest))
         return found
+
+    def _cut(self, length: int) -> None:
+        try:
+            with self.path.open("r+b") as file:
+                file.truncate(length)
+        except OSError as error:
+            raise RecordError(f"cannot write {self.path}: {error.strerror}. Choose another --out") from error
 
     def _remedy(self) -> str:
         return "It was left as it is: move it away, or choose another --out"

@@ -92,10 +92,10 @@ class Search:
             ended = {t["status"] for t in tried}
             ways = ["--timeout"] * ("timeout" in ended) + ["--memory-limit"] * bool(ended - {"timeout"})
             ways += ["--samples"] * (self.goal == "fastest")
-            raise NothingFits(
-                f"no {noun} of {recipe.name} was found to fit{reason}. Raise {' or '.join(ways)}, or shorten "
-                f"task.max_length"
-            )
+            found = f"no {noun} of {recipe.name} was found to fit{reason}"
+            if not tried:
+                found = f"{self.settings.short:,} samples are too few to try a {noun} of {recipe.name}"
+            raise NothingFits(f"{found}. Raise {' or '.join(ways)}, or shorten task.max_length")
         reason = batch_reason(tried, size, self.goal)
         within = f" within {self.tries.limit / 1e9:.1f} GB" if self.tries.limit else ""
         lines = [f"The {noun}{within}: {size}, {reason}.", *batch_lines(tried, noun)]

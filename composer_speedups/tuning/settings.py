@@ -45,7 +45,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.batch and not self.rate:
             raise UserError("nothing to tune: use --batch, --lr, or both")
-        for name, value in (("--samples", self.samples), ("--trials", self.trials), ("--timeout", self.timeout)):
+        minutes = self.timeout / 60  # as the command takes it
+        for name, value in (("--samples", self.samples), ("--trials", self.trials), ("--timeout", minutes)):
             if value is not None and not value > 0:
                 raise UserError(f"{name} must be positive, got {value:g}")
         if self.memory_limit is not None and self.memory_limit <= 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_speedups.errors import TaskError
-from composer_speedups.tasks import files, imdb
+from composer_speedups.tasks import ModelSpec, TaskSpec, build_task, files, imdb
 
 ROWS = [(f"text number {i}, with a comma", ["good", "bad", "ugly"][i % 3]) for i in range(60)]
 
@@ -183,6 +183,8 @@ def test_a_file_to_evaluate_on_is_there_and_another_one(tmp_path: Path):
     path = str(write_csv(tmp_path / "a.csv"))
     with pytest.raises(TaskError, match=r"task\.eval_path 'gone\.csv' is not there"):
         files.read(path, eval_path="gone.csv")
+    with pytest.raises(TaskError, match=r"task\.eval_path 'gone\.csv' is not there"):
+        build_task(TaskSpec(name="text", path=path, eval_path="gone.csv"), ModelSpec(pretrained=False), seed=0)
     with pytest.raises(TaskError, match=r"task\.eval_path .* is task\.path: leave it out"):
         files.read(path, eval_path=str(tmp_path / "." / "a.csv"))
 
