@@ -10,7 +10,9 @@ to a rounding or two per step. With fp16 the gradient scaler's check is done ins
 **When it pays.** On a GPU nearly always; on a CPU where the optimizer weighs. The gain is the optimizer's share of
 the step: large for small batches and big embeddings, small for long sequences.
 
-**Needs.** `torch.optim.AdamW` or Composer's `DecoupledAdamW` as the optimizer; a CPU or CUDA device.
+**Needs.** `torch.optim.AdamW` or Composer's `DecoupledAdamW` as the optimizer; a CPU or CUDA device. Embeddings are
+resized (`resize_token_embeddings`) before the first step: the moments keep their shape, and where the for-loop says so,
+PyTorch's fused kernel on CPUs reads beyond them.
 
 Source: PyTorch, `torch.optim.AdamW(fused=True)`.
 """
