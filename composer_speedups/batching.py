@@ -107,6 +107,11 @@ class LengthGroupedSampler(DistributedSampler):
             self.num_samples = len(lengths) // together * batch_size
         else:
             self.num_samples = math.ceil(len(lengths) / num_replicas)
+        if not self.num_samples:
+            raise SpeedUpUnavailable(
+                f"the dataset has {len(lengths)} samples, a batch {together}, and drop_last=True leaves none: make "
+                "batch_size smaller"
+            )
         self.total_size = self.num_samples * num_replicas
 
     def __iter__(self) -> Iterator[int]:

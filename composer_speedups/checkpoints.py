@@ -152,7 +152,7 @@ class Checkpoints:
     def _check_batches(self, state: dict[str, Any]) -> None:
         """Warn where a speed-up cut the epoch into batches that is not there any more, and no other: they see to it."""
         there, regrouping = dict(state.get("algorithms", ())), registry.regrouping()
-        gone = [key for key in regrouping if key.title().replace("_", "") in there]
+        gone = [key for key in regrouping if registry.speedup_class(key).__name__ in there]
         if gone and not regrouping & self.speedups and (done := state["timestamp"]["Timestamp"])["batch_in_epoch"]:
             warn_of_other_batches(int(done["epoch"]), f"this recipe, without {gone[0]},")
 

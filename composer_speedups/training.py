@@ -161,11 +161,12 @@ def run(
         # Too few steps to be given up for their losses, or it began so.
         if result.status == "ok" and not result.gave_up and not all_finite(model):
             result.gave_up, result.reason = True, "the weights are not finite"
-        if inspect and save is None and result.status == "ok" and not result.gave_up:
+        good = result.status == "ok" and not result.gave_up
+        if inspect and save is None and good:
             from composer_speedups.inspection import look_inside
 
             look_inside(trainer, recipe, task, result)
-        if save is not None and result.status == "ok" and not result.gave_up and dist.get_global_rank() == 0:
+        if save is not None and good and dist.get_global_rank() == 0:
             save_model(model, task, Path(save))
     return result
 

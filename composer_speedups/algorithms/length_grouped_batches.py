@@ -45,7 +45,6 @@ from composer_speedups.batching import (
     seed_of,
     sharing,
 )
-from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.resumed_batches import KeepsPlan, warn_of_other_batches
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -78,11 +77,6 @@ def apply_length_grouped_batches(
     check_loader(dataloader)
     rank, ranks = sharing(dataloader)
     lengths = sample_lengths(dataloader.dataset)
-    if dataloader.drop_last and len(lengths) < (together := dataloader.batch_size * ranks):
-        raise SpeedUpUnavailable(
-            f"the dataset has {len(lengths)} samples, a batch {together}, and drop_last=True leaves none: make "
-            "batch_size smaller"
-        )
     sampler = LengthGroupedSampler(
         dataloader.dataset,
         lengths,

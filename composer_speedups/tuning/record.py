@@ -55,13 +55,12 @@ class Record:
         lines = self._read()
         if lines and lines[0].get("format") != _FORMAT:
             raise RecordError(f"{self.path} was written by another version. {self._remedy()}")
-        if lines:
-            different = _difference(lines[0]["search"], search)
-            if different and any(line.get("status") == "ok" for line in lines[1:]):
+        if lines and (different := _difference(lines[0]["search"], search)):
+            if any(line.get("status") == "ok" for line in lines[1:]):
                 raise RecordError(f"{self.path} holds the trials of another search ({different}). {self._remedy()}")
-            if different:  # nothing came of that one: most likely its bounds are wider now, as its end asked for
-                self._cut(0)
-                lines = []
+            # Nothing came of that one: most likely its bounds are wider now, as its end asked for.
+            self._cut(0)
+            lines = []
         if lines:
             self.trials = [line for line in lines[1:] if line["kind"] != _INPUTS]
         else:
