@@ -378,7 +378,9 @@ def _refuse_lost_moments(state: State, checkpoint: Loading) -> None:
     path = str(state.load_path)
     target, options = f"{path.removesuffix('.pt')}-{to}.pt", ""
     otherwise = "; or load the weights alone with load_weights_only=True"
-    if any(type(callback).__module__ == "composer_speedups.checkpoints" for callback in state.callbacks):
+    from composer_speedups.checkpoints import Saver  # not for whoever has another Trainer, and no checkpoint to refuse
+
+    if any(isinstance(callback, Saver) for callback in state.callbacks):
         target, options, otherwise = path, " --overwrite", ""  # `train --resume` finds its checkpoints by their names
     raise ConflictError(
         f"the checkpoint {path} holds no state of {describe(optimizer)}: it was saved with another optimizer. Convert "
