@@ -31,4 +31,13 @@ def importing() -> Iterator[None]:
 @cache
 def end_without_collecting() -> None:
     """Leave what this process has at its end to the system, after all other handlers at exit; once is enough."""
-    atexit.register(gc.freeze)  # the first to register runs last
+    atexit.register(_leave)  # the first to register runs last
+
+
+def _leave() -> None:
+    if any(kind.__module__ == "nanobind" for kind in object.__subclasses__()):
+        # Triton 3.9 is bound with it, and prints all that is never looked at as leaked. One look is left this way.
+        gc.unfreeze()
+        gc.disable()
+    else:
+        gc.freeze()

@@ -50,6 +50,7 @@ def pytest_runtestloop() -> None:
 def pytest_sessionfinish() -> None:
     """Tests that compile by themselves must not make the whole run wait for Inductor's workers at its end."""
     settle_compile_workers()
+    gc.unfreeze()  # or the newest Triton prints what is frozen as leaked
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
