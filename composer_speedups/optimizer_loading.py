@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from composer_speedups.errors import ConflictError
 
-__all__ = ["Loading"]
+__all__ = ["Loading", "another_way", "is_resumed_by_train"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -116,6 +116,20 @@ class Loading:
         )
 
 
+def is_resumed_by_train(state: State) -> bool:
+    """Whether the checkpoint was found by `train --resume`, by its name, and not given by the Trainer's user."""
+    from composer_speedups.checkpoints import Saver  # not for whoever has another Trainer, and no checkpoint to refuse
+
+    return any(isinstance(callback, Saver) for callback in state.callbacks)
+
+
+def another_way(state: State) -> str:
+    """What else can be done where a checkpoint's optimizer does not fit: an end of an error."""
+    if is_resumed_by_train(state):
+        return "begin anew with another folder for --save"
+    return "load the weights alone with load_weights_only=True"
+
+
 def _agreed(state: State, keys: Iterable[str], settings: list[dict[str, Any]]) -> dict[str, Any]:
     """Those of `keys` that `settings` have; they must have them alike."""
     found = {}
@@ -125,8 +139,7 @@ def _agreed(state: State, keys: Iterable[str], settings: list[dict[str, Any]]) -
             raise ConflictError(
                 f"the checkpoint {state.load_path} has the parameters in other groups, and {key} differs between "
                 "groups that would be joined or split: which is meant cannot be told. Resume with the groups, and the "
-                "no_decay_on_bias_and_norm, that it was saved with, or load the weights alone with "
-                "load_weights_only=True."
+                f"no_decay_on_bias_and_norm, that it was saved with, or {another_way(state)}."
             )
         if values and values[0] is not _MISSING:
             found[key] = values[0]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.optimizer_loading import Loading
+from composer_speedups.optimizer_loading import Loading, another_way, is_resumed_by_train
 from composer_speedups.optimizer_states import Layout, read_moments, write_moments
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -377,15 +377,12 @@ def _refuse_lost_moments(state: State, checkpoint: Loading) -> None:
     )
     path = str(state.load_path)
     target, options = f"{path.removesuffix('.pt')}-{to}.pt", ""
-    otherwise = "; or load the weights alone with load_weights_only=True"
-    from composer_speedups.checkpoints import Saver  # not for whoever has another Trainer, and no checkpoint to refuse
-
-    if any(isinstance(callback, Saver) for callback in state.callbacks):
-        target, options, otherwise = path, " --overwrite", ""  # `train --resume` finds its checkpoints by their names
+    if is_resumed_by_train(state):
+        target, options = path, " --overwrite"  # it would never look at another name
     raise ConflictError(
         f"the checkpoint {path} holds no state of {describe(optimizer)}: it was saved with another optimizer. Convert "
         f"it: `composer-speedups convert-checkpoint {shlex.quote(path)} {shlex.quote(target)} --to {to}{options}`; or "
-        f"use that optimizer's speed-up{otherwise}."
+        f"use that optimizer's speed-up; or {another_way(state)}."
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from composer_speedups import checkpoints, hardware, measure, training
-from composer_speedups.errors import OutOfMemory, RecipeError, SpeedUpUnavailable, TaskError
+from composer_speedups.errors import ConflictError, OutOfMemory, RecipeError, SpeedUpUnavailable, TaskError
 from composer_speedups.flops import local_attention, model_flops, pairs_within
 from composer_speedups.recipes import load_recipe
 from composer_speedups.training import run
@@ -191,6 +191,19 @@ def test_interrupted_and_resumed_equals_uninterrupted(at: int, tmp_path, monkeyp
     assert second.status == "ok"
     assert first.losses + second.losses == whole.losses  # bit for bit
     assert second.eval_loss == whole.eval_loss
+
+
+@pytest.mark.filterwarnings("ignore:.* is not in the state_dict")  # Composer's own word
+def test_resumed_with_another_optimizer_what_is_named_can_be_done(tmp_path) -> None:
+    """It finds its checkpoint by itself: neither another file nor the Trainer's `load_weights_only` would reach it."""
+    run(tiny(), save=tmp_path, checkpoint_interval="1ba")
+    for key, told in {
+        "adafactor": "Go on with that optimizer, or begin anew with another folder for --save.",
+        "adamw_8bit": "--overwrite`; or use that optimizer's speed-up; or begin anew with another folder for",
+    }.items():
+        with pytest.raises(ConflictError, match="holds no state of") as refused:
+            run(tiny("duration=2ep", f"speedups={{{key}: {{}}}}"), save=tmp_path, resume=True)
+        assert told in str(refused.value) and "load_weights_only" not in str(refused.value)
 
 
 def test_after_ctrl_c_the_handler_is_the_old_one() -> None:

@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.optimizer_loading import Loading
+from composer_speedups.optimizer_loading import Loading, another_way
 from composer_speedups.optimizer_states import read_moments
 from composer_speedups.optimizers import OptimizerSpeedUp, become, describe, refuse_other, sizes, torch_groups
 
@@ -147,7 +147,7 @@ class Adafactor(OptimizerSpeedUp):
             raise ConflictError(
                 f"the checkpoint {state.load_path} holds no state of {describe(optimizer)}: it was saved with another "
                 "optimizer, whose moments cannot be told from rows and columns, nor these from them. Go on with that "
-                "optimizer, or load the weights alone with load_weights_only=True."
+                f"optimizer, or {another_way(state)}."
             )
         for group in optimizer.param_groups:  # a file of ours may have been written with another implementation
             group["foreach"] = self.foreach
