@@ -29,9 +29,11 @@ from composer.loggers import Logger
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.holds import WORK, Hold, IgnoredWarning
 
-__all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination", "conflict"]
+__all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination", "conflict", "warn"]
 
 log = logging.getLogger("composer_speedups")
+
+_OF_THE_LOOP = {"composer", "composer_speedups"}
 
 Evidence = dict[str, "int | float | str | bool"]
 
@@ -187,9 +189,17 @@ class SpeedUp(Algorithm):
         self.evidence.update({"changed": count, **evidence})
         if count == 0:
             nothing = "the model has it already" if already else nothing
-            warnings.warn(NoEffectWarning(f"{self!r} changed nothing: {nothing}"), stacklevel=2)
+            warn(NoEffectWarning(f"{self!r} changed nothing: {nothing}"))
         log.info("%r: %s", self, ", ".join(f"{k}={v}" for k, v in self.evidence.items()))
         logger.log_hyperparameters({f"{self.key()}/{k}": v for k, v in self.evidence.items()})
+
+
+def warn(warning: Warning) -> None:
+    """Warn at the line of whoever made the Trainer, or called it: there something can be changed, and here nothing."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OF_THE_LOOP:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(warning, stacklevel=level - 1 if frame is None else level)
 
 
 class _AtClose(Callback):

@@ -442,6 +442,7 @@ def test_says_what_it_changed_or_warns(key: str) -> None:
     assert bool(warned) == (algorithm.evidence["changed"] == 0), (algorithm.evidence, [str(w.message) for w in warned])
     for warning in warned:
         assert "\n" not in str(warning.message)
+        assert warning.filename == __file__, "it must name the line of whoever uses the Trainer"
 
 
 @pytest.mark.parametrize("key", UNUSABLE)

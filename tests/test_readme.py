@@ -50,6 +50,7 @@ def test_python_blocks_run(document: Path, line: int, source: str, monkeypatch, 
         warnings.simplefilter("default")  # Accelerate's and transformers' own; a speed-up without effect stays an error
         warnings.simplefilter("error", NoEffectWarning)
         warnings.filterwarnings("ignore", ".pin_memory. argument is set as true")  # the Hugging Face Trainer sets it
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # PEFT asks by an old name
         namespace = {"__name__": "__main__"}
         exec(code, namespace)
     if trainer := namespace.get("trainer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def refused(*overrides: str, short: list[str] = SHORT) -> str:
         run(load_recipe("demo/fp32", [*short, *overrides]))
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_what_has_no_effect_is_told_in_one_line_without_ours() -> None:
+    words = ["-m", "composer_speedups", "train", "demo/fp32", *SHORT, "speedups.masked_token_head={}"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+    told = [line for line in done.stderr.splitlines() if "NoEffectWarning" in line]
+    assert done.returncode == 0 and len(told) == 1, done.stderr
+    assert told[0].startswith("NoEffectWarning: MaskedTokenHead(capacity=None) changed nothing: no Hugging Face masked")
+    assert ".py" not in done.stderr and "self.report" not in done.stderr
 
 
 def test_a_model_that_is_not_finite_is_not_saved(tmp_path, capsys) -> None:

@@ -41,7 +41,6 @@ Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs and NVI
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -60,7 +59,7 @@ from composer_speedups.first_request import asked_for_first
 from composer_speedups.graphed_model import can_be_whole, read_on_host, total_of
 from composer_speedups.graphs import Graphs, all_modules
 from composer_speedups.packing import Packing
-from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.speedup import SpeedUp, Stage, warn
 from composer_speedups.surgery import having, mix_in
 from composer_speedups.unrecordable import unrecordable
 
@@ -164,10 +163,7 @@ class CUDAGraphs(SpeedUp):
         logger.log_metrics({f"{self.key()}/{name}": value for name, value in counts.items()})
         if event is Event.FIT_END and not counts["replayed"] and counts["launched"] > 2:
             reasons = sorted({g.reason for g in all_graphs})
-            warnings.warn(
-                NoEffectWarning(f"{self!r} replayed nothing in {counts['launched']} forward passes: {reasons[0]}"),
-                stacklevel=2,
-            )
+            warn(NoEffectWarning(f"{self!r} replayed nothing in {counts['launched']} forward passes: {reasons[0]}"))
         if event is Event.FIT_END:
             _release(state.model)
 

@@ -27,7 +27,6 @@ Source: https://pytorch.org/docs/stable/generated/torch.compile.html and its "re
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from composer_speedups.arguments import check_choice
 from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, prepare_inductor, use_cache
 from composer_speedups.errors import ConflictError
-from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.speedup import SpeedUp, Stage, warn
 from composer_speedups.surgery import hooked_inside, repeated_blocks
 
 __all__ = ["TorchCompile", "apply_torch_compile"]
@@ -171,7 +170,7 @@ class TorchCompile(SpeedUp):
             return
         if compile_counters().graphs == 0:  # of the process: code compiled for an earlier Trainer is used again
             self._warned = True
-            warnings.warn(
+            warn(
                 NoEffectWarning(
                     f"{self!r} compiled nothing by {event.value}: no compiled module was called. "
                     "Its code runs outside `forward`, or TORCHDYNAMO_DISABLE is set"
@@ -179,10 +178,11 @@ class TorchCompile(SpeedUp):
             )
         elif now["frames_over_limit"]:
             self._warned = True
-            warnings.warn(
-                f"{self!r}: code was compiled over and over until dynamo's recompile_limit, and new inputs now run "
-                "uncompiled. Pad batches to few lengths, or set dynamic=True",
-                stacklevel=2,
+            warn(
+                UserWarning(
+                    f"{self!r}: code was compiled over and over until dynamo's recompile_limit, and new inputs now run "
+                    "uncompiled. Pad batches to few lengths, or set dynamic=True"
+                )
             )
 
 
