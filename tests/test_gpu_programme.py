@@ -17,6 +17,7 @@ from benchmarked import ROOT
 
 from benchmarks import gpu, peers
 from composer_speedups.hardware import suite_section
+from composer_speedups.recipes import load_recipe
 
 
 def test_a_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +68,43 @@ def test_a_part_has_its_share_of_the_time_and_the_last_one_all(
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     assert gpu.main(["--parts", *reversed(parts), "--minutes", str(minutes), "--out", str(tmp_path)]) == 0
     assert given == pytest.approx(parts) and list(given) == list(parts)
+
+
+def test_each_part_about_quality_trains_what_it_is_called_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: dict[str, tuple[str, Any]] = {}
+
+    def measure(folder: Path, _: float, objective: str, changes: tuple[str, ...]) -> bool:
+        pair = gpu.gpu_quality.OBJECTIVES[objective]
+        made = [load_recipe(n, [*gpu.gpu_quality._learning(objective), *changes], check_arguments=False) for n in pair]
+        assert made[0].name.partition("/")[0] == made[1].name.partition("/")[0]
+        trained[folder.name] = made[1].name, (made[0].model, made[0].task, made[0].learning_rate, made[0].duration)
+        assert trained[folder.name][1] == (made[1].model, made[1].task, made[1].learning_rate, made[1].duration)
+        return folder.name == "quality"
+
+    monkeypatch.delenv("OUT", raising=False)
+    monkeypatch.setattr(gpu, "hardware", lambda: "cuda")
+    monkeypatch.setattr(gpu.gpu_quality, "measure", measure)
+    monkeypatch.setattr(gpu.gpu_quality, "table", lambda folder: f"the table of {folder.name}")
+    model = tmp_path / "minilm"
+    parts = ["--parts", "quality", "quality_mlm", "quality_pretrained"]
+    for words, said in (([], "need each other"), (["--model", str(model)], f"{model}: no config.json is there")):
+        with pytest.raises(SystemExit):
+            gpu.main([*parts, *words, "--out", str(tmp_path / "out")])
+        assert said in capsys.readouterr().err
+    model.mkdir()
+    (model / "config.json").touch()
+    assert gpu.main([*parts, "--model", str(model), "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED: quality_mlm, quality_pretrained" in printed
+    assert {f"the table of {part}" for part in trained} <= set(printed.splitlines())
+    names = {part: name for part, (name, _) in trained.items()}
+    assert names == dict(zip(parts[1:], ("finetune/fastest", "mlm/fastest", "finetune/fastest"), strict=True))
+    of, task, rate, duration = trained["quality_pretrained"][1]
+    assert (of.name, of.pretrained, dict(of.config)) == (str(model), True, {})
+    assert (task.name, task.train_samples, task.max_length, rate, duration) == ("docstrings", 4000, 128, 2e-4, "2ep")
+    assert trained["quality_mlm"][1][1].objective == "mlm" and not trained["quality_mlm"][1][0].pretrained
 
 
 def test_what_is_for_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
