@@ -34,6 +34,7 @@ Source: token-budget batches as fairseq's `max_tokens`; sequence packing in Mode
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from composer.core import Event, State
@@ -113,8 +114,8 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
     slot = "batches"
     regroups = True
     events = frozenset({
-        Event.FIT_START, Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD, Event.EPOCH_END,
-        Event.FIT_END,
+        Event.FIT_START, Event.BEFORE_DATALOADER, Event.BATCH_START, Event.BEFORE_BACKWARD,
+        Event.EPOCH_END, Event.FIT_END,
     })  # fmt: skip
 
     def __init__(self, tokens_per_batch: int | None = None, weighting: str = "sample", multiple_of: int = 8) -> None:
@@ -126,6 +127,7 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
         self._epoch = -1
         self._drawn = 0  # batches of this epoch's order: with spin_dataloaders=False not those that were trained on
         self._labelled: torch.Tensor | None = None  # tokens of the rank's batch that its loss is a mean over
+        self._rows = 0  # of that batch; 0 where nobody knows
         self._samples: list[list[int]] = []  # of each step, on each rank
         self._whole = math.inf  # samples of a batch of the loader that was replaced
         self._asked: int | float | None = None  # the Trainer's microbatch before this fit
@@ -151,7 +153,9 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
             self._check_resumed(state)
         elif event is Event.BEFORE_DATALOADER:  # also of those that were done when a checkpoint was saved
             self._drawn += 1
-        elif event is Event.AFTER_DATALOADER:
+        elif event is Event.BATCH_START:  # when other algorithms have changed the batch, at AFTER_DATALOADER
+            labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
+            self._rows = len(labels) if isinstance(labels, torch.Tensor) and labels.dim() else 0
             self._fit_microbatch(state)
             whole = self.weighting == "sample" and of_tokens(state.batch)
             self._labelled = labelled(state.batch).clamp(min=1) if whole else None
@@ -202,7 +206,7 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
         A batch of fewer samples than a microbatch would make Composer warn at each step.
         """
         if (samples := self._samples_of_step(state)) and not state.auto_microbatching:
-            own = samples[state.dataloader.batch_sampler.rank]
+            own = self._rows or samples[state.dataloader.batch_sampler.rank]
             # Composer took the loader's batch size if the user gave none; batches are to stay whole then.
             whole = self._asked is None or self._asked >= self._whole
             number = 1 if whole else TokenBudgetSampler.microbatches(samples, self._asked)
@@ -232,8 +236,8 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
             # microbatches have more where they are short.
             own, part = samples[sampler.rank], len(state.batch["labels"])
             factor = sum(samples) / len(samples) / own
-            if part < own and self._labelled is not None:
-                factor = labelled(state.batch) / self._labelled * (factor * own / part)
+            if self._labelled is not None and part < self._rows:
+                factor = labelled(state.batch) / self._labelled * (factor * self._rows / part)
         else:
             factor = sum(samples) * sampler.steps / len(sampler.lengths)
         weigh(state.loss, factor)
