@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from composer_speedups.errors import ConflictError
 
-__all__ = ["Loading", "another_way", "is_resumed_by_train"]
+__all__ = ["Loading", "another_way", "is_resumed_by_train", "source"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -27,15 +27,19 @@ _MISSING = object()
 
 
 class Loading:
-    """Stands for `state.load_optim_state` from `Event.BEFORE_LOAD` to `Event.AFTER_LOAD`, and looks at what it gets."""
+    """Stands for `state.load_optim_state`, and looks at what it gets, until it is ended: when a checkpoint is loaded,
+    and, as a callback may load one later, again until the first batch."""
 
     def __init__(self, state: State) -> None:
         self._state = weakref.ref(state)  # not to keep that of a Trainer which could not be made
-        groups = state.optimizers[0].param_groups
+        # That which is loaded: by `Event.AFTER_LOAD` an algorithm, such as Composer's SAM, may have wrapped it.
+        self.optimizer = state.optimizers[0]
+        groups = self.optimizer.param_groups
         self._before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         # By the optimizer's name: whether there are moments, and the groups. Nothing where no optimizer was offered, as
         # with `load_ignore_keys`, of which Composer tells nobody.
         self._offered: dict[str, tuple[bool, list[dict[str, Any]]]] = {}
+        self.asked = False  # whether something was loaded at all
         state.load_optim_state = self  # type: ignore[method-assign,assignment]
 
     @staticmethod
@@ -50,6 +54,7 @@ class Loading:
     def __call__(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         state = self._state()
         assert state is not None
+        self.asked = True
         found = [
             {
                 name: (bool(entry.get("state")), [dict(group) for group in entry.get("param_groups", ())])
@@ -66,13 +71,13 @@ class Loading:
 
         Else they were left out of the file, or the user had them ignored, and nothing is lost that was asked for.
         """
-        optimizer = state.optimizers[0]
-        if self._offered and self._offered.get(type(optimizer).__qualname__, (True, []))[0]:
+        name = type(self.optimizer).__qualname__
+        if self._offered and self._offered.get(name, (True, []))[0]:
             return True
         log.warning(
             "no state of %s was loaded from %s: it was ignored or is not there. Its moments begin anew",
-            type(optimizer).__name__,
-            state.load_path,
+            name,
+            source(state),
         )
         return False
 
@@ -85,7 +90,7 @@ class Loading:
         Raises:
             ConflictError: other settings differ between groups that would be joined or split.
         """
-        optimizer = state.optimizers[0]
+        optimizer = self.optimizer
         _, groups = self._offered.get(type(optimizer).__qualname__, (False, []))
         names = {p: _WRAPPERS.sub("", name) for name, p in state.model.named_parameters()}
         ours = [frozenset(names.get(p) for p in group["params"]) for group in optimizer.param_groups]
@@ -95,11 +100,13 @@ class Loading:
             return
         # Other entries are the user's own; foreach and fused say how, not what.
         shared = {*optimizer.defaults, "initial_lr", "step"} - {"weight_decay", "foreach", "fused"}
+        known_settings = {key for settings in (*self._before, *groups) for key in settings}  # others are of wrappers
         for held in theirs:
             _agreed(state, shared, [s for s, own in zip(self._before, ours, strict=True) if own & held])
         for group, own, before in zip(optimizer.param_groups, ours, self._before, strict=True):
             sources = [g for g, held in zip(groups, theirs, strict=True) if own & held]
             new = {**before, **_agreed(state, shared, sources), "params": group["params"]}
+            new |= {key: value for key, value in group.items() if key not in known_settings}
             group.clear()
             group.update(new)
         for scheduler in state.schedulers:  # the file's has a rate for each of the file's groups
@@ -109,11 +116,16 @@ class Loading:
         log.warning(
             "%s has the parameters in other groups (%d, and %d here), as with another no_decay_on_bias_and_norm: the "
             "weight decay is what this optimizer was made with, %s; all else is the checkpoint's",
-            state.load_path,
+            source(state),
             len(groups),
             len(ours),
             ", ".join(str(group["weight_decay"]) for group in optimizer.param_groups),
         )
+
+
+def source(state: State) -> str:
+    """The checkpoint: of one that a callback loads nobody else is told the name."""
+    return f"the checkpoint {state.load_path}" if state.load_path else "the checkpoint"
 
 
 def is_resumed_by_train(state: State) -> bool:
@@ -137,7 +149,7 @@ def _agreed(state: State, keys: Iterable[str], settings: list[dict[str, Any]]) -
         values = [s.get(key, _MISSING) for s in settings]
         if any(value is not values[0] and value != values[0] for value in values):
             raise ConflictError(
-                f"the checkpoint {state.load_path} has the parameters in other groups, and {key} differs between "
+                f"{source(state)} has the parameters in other groups, and {key} differs between "
                 "groups that would be joined or split: which is meant cannot be told. Resume with the groups, and the "
                 f"no_decay_on_bias_and_norm, that it was saved with, or {another_way(state)}."
             )

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.optimizer_loading import Loading, another_way, is_resumed_by_train
+from composer_speedups.optimizer_loading import Loading, another_way, is_resumed_by_train, source
 from composer_speedups.optimizer_states import Layout, read_moments, write_moments
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -266,7 +266,7 @@ class OptimizerSpeedUp(SpeedUp):
 
     stage = Stage.OPTIMIZER
     slot = "optimizer"
-    events = frozenset({Event.BEFORE_LOAD, Event.AFTER_LOAD})
+    events = frozenset({Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.BEFORE_DATALOADER})
     flags: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, no_decay_on_bias_and_norm: bool = False) -> None:
@@ -316,12 +316,12 @@ class OptimizerSpeedUp(SpeedUp):
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BEFORE_LOAD:
             self._check_schedulers(state.schedulers, state.optimizers)
-            if self.knows(state.optimizers[0]):
-                Loading(state)
-        elif (checkpoint := Loading.end(state)) is not None:
+        elif (checkpoint := Loading.end(state)) is not None and (event is Event.AFTER_LOAD or checkpoint.asked):
             self.check_moments(state, checkpoint)
             checkpoint.restore_groups(state)
-            reassert(state.optimizers[0], self.flags)
+            reassert(checkpoint.optimizer, self.flags)
+        if event in (Event.BEFORE_LOAD, Event.AFTER_LOAD) and self.knows(state.optimizers[0]):
+            Loading(state)
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` is one that this makes, or would have made had it not been one before."""
@@ -363,7 +363,7 @@ def _refuse_lost_moments(state: State, checkpoint: Loading) -> None:
     another name there: the loss then jumps, and nobody knows why. torch and bitsandbytes share the name AdamW: then
     the wrong entries are loaded, and the first step fails.
     """
-    optimizer = state.optimizers[0]
+    optimizer = checkpoint.optimizer
     family = _family(optimizer)
     if family is None or not state.timestamp.batch.value:
         return
@@ -375,12 +375,12 @@ def _refuse_lost_moments(state: State, checkpoint: Loading) -> None:
     to = {"torch": "adamw", "decoupled": "decoupled_adamw", "apex": "apex_fused_adamw"}.get(family) or (
         "adamw_8bit" if type(optimizer).__name__ == "AdamW8bit" else "bnb_adamw"
     )
-    path = str(state.load_path)
+    path = str(state.load_path or "FILE.pt")
     target, options = f"{path.removesuffix('.pt')}-{to}.pt", ""
     if is_resumed_by_train(state):
         target, options = path, " --overwrite"  # it would never look at another name
     raise ConflictError(
-        f"the checkpoint {path} holds no state of {describe(optimizer)}: it was saved with another optimizer. Convert "
+        f"{source(state)} holds no state of {describe(optimizer)}: it was saved with another optimizer. Convert "
         f"it: `composer-speedups convert-checkpoint {shlex.quote(path)} {shlex.quote(target)} --to {to}{options}`; or "
         f"use that optimizer's speed-up; or {another_way(state)}."
     )

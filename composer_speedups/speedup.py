@@ -18,7 +18,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 
+from composer_speedups.after_others import AfterOthers
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.holds import WORK, Hold, IgnoredWarning
 
@@ -34,6 +35,9 @@ __all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination", "conflic
 log = logging.getLogger("composer_speedups")
 
 _OF_THE_LOOP = {"composer", "composer_speedups"}
+
+# Attributes that no copy has.
+_OF_A_TRAINER = ("_installed_in", "_hold", "_loading", "_logged")
 
 Evidence = dict[str, "int | float | str | bool"]
 
@@ -115,7 +119,7 @@ class SpeedUp(Algorithm):
 
     def __getstate__(self) -> dict[str, object]:
         """For copies and pickles, which belong to no Trainer and hold no setting of the process."""
-        return {name: value for name, value in vars(self).items() if name not in ("_installed_in", "_hold", "_loading")}
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_TRAINER}
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why this cannot work on `device`, naming the remedy; None where it can.
@@ -157,13 +161,19 @@ class SpeedUp(Algorithm):
         hold.hold_for(state)
 
     def match(self, event: Event, state: State) -> bool:
+        if event is Event.INIT and AfterOthers.of(state) is None:
+            AfterOthers(state, [a for a in state.algorithms if not isinstance(a, SpeedUp) and a.match(event, state)])
         held = self._hold is not None and event in WORK
-        return event in (Event.INIT, Event.AFTER_LOAD) or held or event in self.events
+        late = event is Event.BEFORE_LOAD and (turn := AfterOthers.of(state)) is not None and turn.waits
+        return event in (Event.INIT, Event.AFTER_LOAD) or held or late or event in self.events
 
     def apply(self, event: Event, state: State, logger: Logger) -> int | None:
         if event is Event.INIT:
-            _install_all(self, state, logger)
+            turn = AfterOthers.of(state) or AfterOthers(state, [])
+            turn.do(partial(_install_all, self, state, logger))
             return None
+        if event is Event.BEFORE_LOAD and (turn := AfterOthers.of(state)) is not None and turn.waits:
+            turn.give_up()
         if event is Event.AFTER_LOAD and self._loading is not None:
             self._loading.restore()
         if self._hold is not None:
@@ -186,12 +196,21 @@ class SpeedUp(Algorithm):
             already: whether the model has had it before, as in an earlier Trainer: then a `count` of 0 says so instead.
             evidence: further facts worth a column in a table, such as an optimizer's class or a kernel's name.
         """
-        self.evidence.update({"changed": count, **evidence})
         if count == 0:
             nothing = "the model has it already" if already else nothing
             warn(NoEffectWarning(f"{self!r} changed nothing: {nothing}"))
+        self.tell(logger, changed=count, **evidence)
         log.info("%r: %s", self, ", ".join(f"{k}={v}" for k, v in self.evidence.items()))
-        logger.log_hyperparameters({f"{self.key()}/{k}": v for k, v in self.evidence.items()})
+
+    def tell(self, logger: Logger, **evidence: int | float | str | bool) -> None:
+        """Put facts into `evidence`, and into the loggers those of which they have none yet.
+
+        They are logged as hyperparameters, of which some services, such as MLflow, refuse another value later.
+        """
+        self.evidence.update(evidence)
+        logged = self.__dict__.setdefault("_logged", set())
+        logger.log_hyperparameters({f"{self.key()}/{k}": v for k, v in evidence.items() if k not in logged})
+        logged.update(evidence)
 
 
 def warn(warning: Warning) -> None:
@@ -245,9 +264,9 @@ def conflict(speedups: Sequence[SpeedUp]) -> tuple[SpeedUp, SpeedUp, str] | None
 def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
     """Install every speed-up of this Trainer, in order, when the first of them hears `Event.INIT`.
 
-    Composer runs algorithms in the order listed. Doing all the work here makes the order right without
-    asking the user for `algorithm_passes`, and refuses what is listed twice, fills one slot twice or cannot be used
-    here before anything was changed.
+    And when all other algorithms have had it. Composer runs algorithms in the order listed. Doing all the work here
+    makes the order right without asking the user for `algorithm_passes`, and refuses what is listed twice, fills one
+    slot twice or cannot be used here before anything was changed.
     """
     listed = list(state.algorithms)
     if not any(a is first for a in listed):
@@ -267,6 +286,7 @@ def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
         loading.hold_for(state)
     for place, speedup in enumerate(waiting):
         speedup.evidence.clear()
+        speedup.__dict__.pop("_logged", None)
         speedup._hold, speedup._loading = None, loading
         speedup._installed_in = weakref.ref(state)
         try:

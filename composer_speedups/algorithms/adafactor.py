@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.optimizer_loading import Loading, another_way
+from composer_speedups.optimizer_loading import Loading, another_way, source
 from composer_speedups.optimizer_states import read_moments
 from composer_speedups.optimizers import OptimizerSpeedUp, become, describe, refuse_other, sizes, torch_groups
 
@@ -141,11 +141,11 @@ class Adafactor(OptimizerSpeedUp):
         return type(optimizer) is torch.optim.Adafactor
 
     def check_moments(self, state: State, checkpoint: Loading) -> None:
-        optimizer = state.optimizers[0]
+        optimizer = checkpoint.optimizer
         known = [bool(values.keys() & {"row_var", "variance"}) for values in optimizer.state.values()]
         if state.timestamp.batch.value and not (known and all(known)) and checkpoint.lost(state):
             raise ConflictError(
-                f"the checkpoint {state.load_path} holds no state of {describe(optimizer)}: it was saved with another "
+                f"{source(state)} holds no state of {describe(optimizer)}: it was saved with another "
                 "optimizer, whose moments cannot be told from rows and columns, nor these from them. Go on with that "
                 f"optimizer, or {another_way(state)}."
             )

@@ -143,15 +143,11 @@ class MixedPrecision(SpeedUp):
                 )
             scaler = state.scaler
             enabled = self.dtype == "fp16" and scaler is not None and scaler.is_enabled()
-            self._note(logger, grad_scaler=type(scaler).__name__ if enabled else "none")
+            self.tell(logger, grad_scaler=type(scaler).__name__ if enabled else "none")
         elif "output_dtype" not in self.evidence:
             # What really came out of the first forward, training or evaluation.
             found = _floating_dtype(state.outputs)
-            self._note(logger, output_dtype=str(found).removeprefix("torch."))
-
-    def _note(self, logger: Logger, **facts: str) -> None:
-        self.evidence.update(facts)
-        logger.log_hyperparameters({f"{self.key()}/{k}": v for k, v in facts.items()})
+            self.tell(logger, output_dtype=str(found).removeprefix("torch."))
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,8 @@ class SDPAttention(SpeedUp):
         if _graphs_compiled() != self._graphs:
             return
         nothing = "none (compiled)" if _is_compiled(state.model) else "none (eager)"
-        self.evidence["kernel"] = ", ".join(kernels) or nothing
+        self.tell(logger, kernel=", ".join(kernels) or nothing)
         log.info("%r: attention kernel in training: %s", self, self.evidence["kernel"])
-        logger.log_hyperparameters({f"{self.key()}/kernel": self.evidence["kernel"]})
 
 
 def _attention_layers(

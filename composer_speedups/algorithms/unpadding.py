@@ -146,6 +146,7 @@ class Unpadding(SpeedUp):
             Event.EVAL_BATCH_START,
             Event.BEFORE_FORWARD,
             Event.EVAL_BEFORE_FORWARD,
+            Event.FIT_END,
         }
     )
 
@@ -175,24 +176,22 @@ class Unpadding(SpeedUp):
             if self.evidence.get("changed") and not self._told and labels_at_padding(state.batch):
                 self._told = True
                 log.warning("labels at padding are not all -100: their loss is not the padded model's, see the card")
-        elif event is Event.BATCH_END:
-            self._tell(logger, "trials", self._trials.said() if self._trials else "")
+        elif event in (Event.BATCH_END, Event.FIT_END):
+            if self._trials and (said := self._trials.said()):
+                self.evidence["trials"] = said
+                if event is Event.FIT_END:  # loggers are told once
+                    self.tell(logger, trials=said)
         elif hand_over(state.batch) and event is Event.BEFORE_FORWARD:
             self.evidence["counted_on_host"] = True
         if event is Event.BEFORE_FORWARD and "kernel" not in self.evidence:
-            self._tell(logger, "kernel", _kernel(state))
-
-    def _tell(self, logger: Logger, name: str, value: str) -> None:
-        if value != self.evidence.get(name, ""):
-            self.evidence[name] = value
-            logger.log_hyperparameters({f"{self.key()}/{name}": value})
+            self.tell(logger, kernel=_kernel(state))
 
 
 def _kernel(state: State) -> str:
     """The attention kernel for the dtype that the queries will have."""
     for module in state.model.modules():
         if isinstance(module, PackedAttention):
-            weight = module.projections()[0].weight
+            weight = next(module.projections()[0].parameters())
             device = weight.device.type
             around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
             dtype = low_precision_of(state) or around

@@ -13,6 +13,7 @@ import torch
 import transformers
 from composer.algorithms import Alibi
 from composer.algorithms.warnings import NoEffectWarning
+from composer.functional import apply_alibi
 from composer.models import HuggingFaceModel
 from small import Doubled
 from unpadded import FAMILIES, LENGTH, ROWS, batch, compare, make, with_random_weights
@@ -143,23 +144,24 @@ def test_a_forward_of_ones_own_is_left_alone(family: str, part: str, way: str) -
     compare(stock, fast, head, batch(head))
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_composers_alibi_is_refused_in_any_order(order: str, make_trainer) -> None:
+@pytest.mark.parametrize("order", ["before", "after", "by hand"])
+def test_composers_alibi_keeps_the_padding(order: str, make_trainer) -> None:
     """It replaces the attention's forward on the object itself."""
     model = HuggingFaceModel(transformers.BertForTokenClassification(make(num_labels=2).config), use_logits=True)
     samples = [batch("ForTokenClassification")]
     samples = [{key: value[i % ROWS] for key, value in samples[0].items()} for i in range(8)]
-    algorithms = [Alibi(40), Unpadding()]
+    algorithms = [Alibi(40), Unpadding()][:: -1 if order == "after" else 1]
     trainer = functools.partial(
         make_trainer, model=model, train_dataloader=torch.utils.data.DataLoader(samples, batch_size=4)
     )
-    if order == "before":
-        with pytest.warns(NoEffectWarning, match="BertSdpaSelfAttention has a forward of its own|SelfAttention has a"):
-            trainer(algorithms)
-    else:
-        made = trainer(algorithms[::-1])
+    if order == "by hand":
+        made = trainer([Unpadding()])
+        apply_alibi(made.state.model, max_sequence_length=40)
         with pytest.raises(ConflictError, match="Composer's Alibi"):
             made.fit()
+    else:
+        with pytest.warns(NoEffectWarning, match="BertSdpaSelfAttention has a forward of its own|SelfAttention has a"):
+            trainer(algorithms)
 
 
 @pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
