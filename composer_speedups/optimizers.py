@@ -255,13 +255,15 @@ def _watch_step(optimizer: Optimizer) -> None:
 class OptimizerSpeedUp(SpeedUp):
     """Base of the speed-ups that change which AdamW runs.
 
-    A subclass names its plain function in `convert`, and what a group must hold in `flags`: loading a checkpoint
-    brings the groups of the file back, so they are set again after it.
+    A subclass names its plain function in `convert`, and what a group of torch's AdamW must hold in `flags`: loading a
+    checkpoint brings the groups of the file back, so they are set again after it. One that computes another update than
+    AdamW says by `knows` which optimizers it makes, and by `check_moments` what a file must hold (`adafactor.py`).
 
     Args:
         no_decay_on_bias_and_norm: take the weight decay off parameters of fewer than two dimensions. A checkpoint
             saved with another value loads, with this one's weight decay. Only a Trainer without this package, which
             has one group again, would take the one without decay for all: give it `load_ignore_keys` or two groups.
+            Sharded files of FSDP2 (`state_dict_type="sharded"`) load with the value that they were saved with.
     """
 
     stage = Stage.OPTIMIZER

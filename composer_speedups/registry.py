@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.collector import importing
-from composer_speedups.errors import RecipeError
+from composer_speedups.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["build", "check_arguments", "function", "keys", "regrouping", "speedup_class"]
 
 _FOLDER = Path(__file__).parent / "algorithms"
+
+
+class NotASpeedUp(UserError, TypeError):
+    """A file under `algorithms` that is not yet what the registry needs: its author's to mend."""
 
 
 @cache
@@ -57,15 +61,15 @@ def speedup_class(key: str) -> type[SpeedUp]:
         and not c.__name__.startswith("_")
     ]
     if len(found) != 1:
-        raise TypeError(f"{module.__file__} must define exactly one public SpeedUp, found {found}")
+        raise NotASpeedUp(f"{module.__file__} must define exactly one public SpeedUp, found {found}")
     (cls,) = found
     if cls.__name__.lower() != key.replace("_", ""):
         name = key.title().replace("_", "")
-        raise TypeError(f"{module.__file__}: its class must have the file's name, such as {name}, not {cls.__name__}")
+        raise NotASpeedUp(f"{module.__file__}: its class must have the file's name, such as {name}, not {cls.__name__}")
     if not hasattr(cls, "stage"):
-        raise TypeError(f"{module.__file__}: set `stage`, when it acts, to one of {', '.join(s.name for s in Stage)}")
+        raise NotASpeedUp(f"{module.__file__}: set `stage`, when it acts, to one of {', '.join(s.name for s in Stage)}")
     if not hasattr(module, f"apply_{key}"):
-        raise TypeError(f"{module.__file__} must define the function apply_{key}, which does the work")
+        raise NotASpeedUp(f"{module.__file__} must define the function apply_{key}, which does the work")
     return cls
 
 

@@ -1,7 +1,8 @@
 """What the contract tests need to know about a speed-up beyond its name: an example of its use on a CPU.
 
 A new speed-up is held to the contract with the first of its `choices`; it needs a line here only if a CPU needs
-others, if it does nothing to the default model or to one with adapters in all linear layers, or has another dtype.
+others, if it does nothing to the default model or to one with adapters in all linear layers, has another dtype, or
+promises less (see `Case`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,37 @@ from composer_speedups.speedup import SpeedUp
 
 @dataclass(frozen=True)
 class Case:
-    """`kwargs` for the speed-up, the `head` of the BERT it is tried on, and of which layers PEFT's adapters may be."""
+    """`kwargs` for the speed-up, the `head` of the BERT it is tried on, and of which layers PEFT's adapters may be.
+
+    And what it promises less than others: an approximation is off by `approximates` in all gradients together, as its
+    card counts; an optimizer may have moments that no other's can become (`own_moments`), or none of sharded parameters
+    (`shards=False`: then it refuses FSDP and names `fused_adamw`), and after thirty steps be further from AdamW's loss
+    than the share `ends_within` of what that gained.
+    """
 
     kwargs: dict[str, Any] = field(default_factory=dict)
     head: str = "classification"
     dtype: torch.dtype = torch.float32  # that it computes in
     adapters: tuple[str, ...] = ("query", "key", "value", "dense")
+    approximates: float = 0.0
+    own_moments: bool = False
+    shards: bool = True
+    ends_within: float = 0.05
+
+    @property
+    def bound(self) -> float:
+        """Relative error of all gradients together."""
+        return tolerance(self.dtype) + self.approximates
 
 
 CASES = {
     "matmul_precision": Case({"precision": "highest"}),
     "mixed_precision": Case({"dtype": "bf16"}, dtype=torch.bfloat16),
     "torch_compile": Case({"scope": "block", "backend": "aot_eager"}),
+    # bitsandbytes' kernels know no sharded parameters, and Adafactor needs whole rows and columns.
+    "bnb_adamw": Case(own_moments=True, shards=False),
+    "adamw_8bit": Case(own_moments=True, shards=False),
+    "adafactor": Case(own_moments=True, shards=False),
     "masked_token_head": Case(head="mlm"),
     "fused_cross_entropy": Case(head="mlm"),
     # Of a layer with an adapter the bias is not what is added last.
@@ -57,6 +77,7 @@ def usable(key: str) -> bool:
 
 ALL = registry.keys()
 USABLE = [key for key in ALL if usable(key)]
+OPTIMIZERS = [key for key in USABLE if registry.speedup_class(key).slot == "optimizer"]
 UNUSABLE = [key for key in ALL if key not in USABLE]
 
 

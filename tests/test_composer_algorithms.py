@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from composer import Trainer
-from composer.algorithms import EMA, SAM, Factorize, GatedLinearUnits, GradientClipping, LayerFreezing
+from composer.algorithms import EMA, SAM, Factorize, GatedLinearUnits, GradientClipping, LayerFreezing, SeqLengthWarmup
 from composer.algorithms.low_precision_layernorm.low_precision_layernorm import apply_low_precision_layernorm
 from composer.callbacks import LoadCheckpoint
 from composer.core import Algorithm, Event, Precision
@@ -18,7 +18,7 @@ from composer.loggers import LoggerDestination
 from composer.models import HuggingFaceModel
 from small import bert_config
 from torch.utils.data import DataLoader
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, BertForTokenClassification
 
 from composer_speedups import (
     Adafactor,
@@ -26,6 +26,7 @@ from composer_speedups import (
     FusedAdamW,
     FusedBiasGELU,
     FusedDropoutAddNorm,
+    LengthGroupedBatches,
     LowPrecisionNorm,
     TokenBudgetBatches,
     Unpadding,
@@ -176,6 +177,23 @@ def test_what_a_callback_loads_is_seen(make, saved_with, event: Event, make_trai
     assert all(group["fused"] for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == ([0.01] if make is FusedAdamW else [0.01, 0])
     assert all(float(moments["step"]) >= 4 for moments in optimizer.state.values())
+
+
+@pytest.mark.parametrize("cls", [TokenBudgetBatches, LengthGroupedBatches])
+def test_beside_a_warmup_of_lengths(cls, make_trainer) -> None:
+    """Composer's takes batches of one size only, and would say so at the first step, as if it were the user's fault."""
+    ids = [torch.arange(32) + n for n in range(64)]
+    masks = [(torch.arange(32) < 8 + n % 24).long() for n in range(64)]
+    samples = [{"input_ids": i, "attention_mask": m, "labels": i % 2} for i, m in zip(ids, masks, strict=True)]
+    warmup = SeqLengthWarmup(duration=0.5, min_seq_length=8, max_seq_length=32, step_size=8)
+    model = BertForTokenClassification(bert_config())
+    trainer = make_trainer([warmup, cls()], model=model, train_dataloader=DataLoader(samples, batch_size=8))
+    if cls is TokenBudgetBatches:
+        with pytest.raises(ConflictError, match="use length_grouped_batches"):
+            trainer.fit()
+    else:
+        trainer.fit()
+        assert int(trainer.state.timestamp.batch) == 8
 
 
 class OneValue(LoggerDestination):

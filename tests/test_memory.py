@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from contract import USABLE, case
+from contract import OPTIMIZERS, USABLE, case
 
 from composer_speedups import compat, memory
 from composer_speedups.algorithms import sdp_attention
@@ -84,12 +84,11 @@ def test_a_dry_run_follows_the_surgery():
     assert kept(full, "demo/low_precision_norm") < 0.9 * kept(full, "demo/bf16") < 0.85 * kept(full, "demo/fp32")
 
 
-@pytest.mark.parametrize(
-    "name", ["demo/fp32", "demo/fused_adamw", "demo/bnb_adamw", "demo/adamw_8bit", "memory/adafactor"]
-)
-def test_states_of_the_optimizer(name: str):
-    recipe = load(name, "model.pretrained=false", "model.config={num_hidden_layers: 1, hidden_size: 128, "
-                  "num_attention_heads: 2, intermediate_size: 256, vocab_size: 30522}")  # fmt: skip
+@pytest.mark.parametrize("key", [None, *OPTIMIZERS])
+def test_states_of_the_optimizer(key: str | None):
+    model = ("model.pretrained=false", "model.config={num_hidden_layers: 1, hidden_size: 128, "
+             "num_attention_heads: 2, intermediate_size: 256, vocab_size: 30522}")  # fmt: skip
+    recipe = load("demo/fp32", f"speedups={{{key}: {{}}}}" if key else "speedups={}", *model)
     model = models.build_empty_model(recipe.model, memory._shape(recipe, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for speedup in recipe.algorithms():

@@ -9,11 +9,12 @@ import pytest
 import torch
 from composer.core import Callback
 from composer.optim import CosineAnnealingScheduler
+from contract import OPTIMIZERS
 
-from composer_speedups import Adafactor, AdamW8bit, BnbAdamW, ForeachAdamW, FusedAdamW
+from composer_speedups import Adafactor, ForeachAdamW, FusedAdamW, registry
 from composer_speedups.errors import ConflictError
 
-CLASSES = [ForeachAdamW, FusedAdamW, BnbAdamW, AdamW8bit, Adafactor]
+CLASSES = [registry.speedup_class(key) for key in OPTIMIZERS]
 FILE = "ep0-ba2-rank0.pt"
 
 

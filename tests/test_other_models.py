@@ -17,7 +17,7 @@ import transformers
 from composer import Trainer
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
-from contract import USABLE, batch, case, forward_and_gradients, make, tolerance
+from contract import USABLE, batch, case, forward_and_gradients, make
 
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.speedup import SpeedUp, Stage
@@ -111,7 +111,7 @@ def test_works_or_says_that_it_does_not_apply(family: str, key: str) -> None:
     assert not (warned and algorithm.stage in (Stage.PRECISION, Stage.OPTIMIZER)), "these ask nothing of a model"
     expected_loss, expected = forward_and_gradients(copy.deepcopy(stock).double(), in_double(data_of(family, head)))
     loss, grads = measured
-    bound = tolerance(case(key).dtype)
+    bound = case(key).bound
     assert loss.item() == pytest.approx(expected_loss.item(), rel=bound)
     assert ((grads - expected).norm() / expected.norm()).item() <= bound
     assert len(moved) > 5 and all(p.isfinite().all() for p in model.parameters())

@@ -246,7 +246,8 @@ class _Work:
         """Say what an earlier command asked for, and this one does not."""
         count = sum(run.status in OPEN and run.seed not in self.seeds for run in self.store.runs())
         if count:
-            self.console.print(f"{count} runs of other seeds, asked for by an earlier command, are left undone")
+            left = f"{'are' if count > 1 else 'is'} left undone"
+            self.console.print(f"{_counted(count, 'run')} of other seeds, asked for by an earlier command, {left}")
 
     def look(self) -> None:
         """Ask a fresh process about the machine and the recipes."""
@@ -286,11 +287,11 @@ class _Work:
         skipped = {run.recipe: run.reason for run in runs if run.status == "skipped"}
         finished = sum(run.status not in (*OPEN, "skipped") for run in runs)
         say = self.console.print
-        plural = "s" if len(seeds) > 1 else ""
-        say(f"[bold]{escape(self.study.name)}[/]: {len(self.recipes)} recipes, {len(seeds)} seed{plural}")
+        what = f"{_counted(len(self.recipes), 'recipe')}, {_counted(len(seeds), 'seed')}"
+        say(f"[bold]{escape(self.study.name)}[/]: {what}")
         say(f"On {escape(hardware.summary(self.facts))}")
         if finished:
-            say(f"{finished} runs are finished already and are kept")
+            say(f"{_counted(finished, 'run')} {'are' if finished > 1 else 'is'} finished already, and kept")
         self.announce_others()
         for recipe, reason in skipped.items():
             say(f"  skipped [dim]{escape(self.short[recipe])}: {escape(reason)}[/]")
@@ -299,7 +300,7 @@ class _Work:
         seconds = remaining_seconds(runs, self.expected)
         about = f", about {duration(seconds)}" if seconds is not None else ""
         which = ", ".join(dict.fromkeys(self.short[run.recipe] for run in left))
-        say(f"To run: {len(left)} runs{about}: {escape(which)}")
+        say(f"To run: {_counted(len(left), 'run')}{about}: {escape(which)}")
         say(f"Results go to {escape(str(self.study.folder))}", soft_wrap=True)
 
     def show_plan(self) -> None:
@@ -398,6 +399,10 @@ class _Work:
             self.store.skip(run.recipe, reason)
         if status == "interrupted":
             raise KeyboardInterrupt
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _judged(outcome: Outcome) -> tuple[str, str]:

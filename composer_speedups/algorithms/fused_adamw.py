@@ -12,7 +12,8 @@ the step: large for small batches and big embeddings, small for long sequences.
 
 **Needs.** `torch.optim.AdamW` or Composer's `DecoupledAdamW` as the optimizer; a CPU or CUDA device. Embeddings are
 resized (`resize_token_embeddings`) before the first step: the moments keep their shape, and where the for-loop says so,
-PyTorch's fused kernel on CPUs reads beyond them.
+PyTorch's fused kernel on CPUs reads beyond them. Of moments, parameters and updates Composer's `OptimizerMonitor` tells
+what `DecoupledAdamW` reports, and here gradients only.
 
 Source: PyTorch, `torch.optim.AdamW(fused=True)`.
 """

@@ -37,6 +37,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from composer.algorithms import SeqLengthWarmup
 from composer.core import Event, State
 from composer.loggers import Logger
 from torch.utils.data import DataLoader
@@ -145,6 +146,11 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
                 raise ConflictError(
                     "token_budget_batches weighs all samples alike, and the Trainer's "
                     "accumulate_train_batch_on_tokens=True all tokens. Leave that out, or set weighting='batch'"
+                )
+            if any(isinstance(a, SeqLengthWarmup) for a in state.algorithms):
+                raise ConflictError(
+                    "token_budget_batches makes batches of unequal numbers of samples, of which Composer's "
+                    "SeqLengthWarmup takes none. Keep one of them, or use length_grouped_batches"
                 )
             # Else it is of a fit that was broken off.
             if self._set is None or state.device_train_microbatch_size != self._set:

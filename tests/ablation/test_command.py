@@ -82,7 +82,7 @@ def test_a_dry_run_of_a_study_that_is_there(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert main(["ablate", "demo/fp32", "demo/bf16", "--out", "out", "--seeds", "2", "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert "2 runs are finished already" in text and "To run: 2 runs" in text
+    assert "2 runs are finished already, and kept" in text and "To run: 2 runs" in text
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
 
 

@@ -312,7 +312,7 @@ def test_automatic_microbatches_are_for_one_rank() -> None:
         )
         state = SimpleNamespace(
             dataloader=SimpleNamespace(batch_sampler=sampler), auto_microbatching=True,
-            timestamp=SimpleNamespace(batch_in_epoch=0), device_train_microbatch_size=8,
+            timestamp=SimpleNamespace(batch_in_epoch=0), device_train_microbatch_size=8, algorithms=[],
         )  # fmt: skip
         if ranks == 1:
             TokenBudgetBatches(300).on_event(Event.FIT_START, state, None)
