@@ -47,11 +47,13 @@ class AfterOthers:
         self._go()
 
     def _follow(self, other: Algorithm) -> None:
-        run = other.apply
+        own, run = vars(other).get("apply"), other.apply
 
         def apply(event: Event, state: State, *args: Any, **kwargs: Any) -> int | None:
             if event is Event.INIT:
                 vars(other).pop("apply", None)
+                if own is not None:
+                    other.apply = own  # type: ignore[method-assign]
             code = run(event, state, *args, **kwargs)
             if event is Event.INIT and self.of(state) is self:
                 self._pending.discard(id(other))
