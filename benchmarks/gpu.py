@@ -57,6 +57,7 @@ from benchmarks.harness import new_folder, refuse_results, run
 from composer_speedups.hardware import hardware, suite_section
 
 PARTS = ("tests", "limits", "training")  # of the programme; the others are for what time is left
+_QUALITY = {"quality": "classification", "quality_mlm": "mlm", "quality_pretrained": "classification"}
 # In the order in which they are done: what each writes first, and the share of the time that is left then which it may
 # take if another follows. Of eight minutes the tests may take three, and the limits two.
 _WRITES = {
@@ -64,13 +65,10 @@ _WRITES = {
     "limits": "limits/rows.jsonl",
     "launches": "launches/rows.jsonl",
     "profiles": "profiles/rows.jsonl",
-    "quality": f"quality/seeds_{gpu_quality.FIRST}/runs.sqlite",
-    "quality_mlm": f"quality_mlm/seeds_{gpu_quality.FIRST}/runs.sqlite",
-    "quality_pretrained": f"quality_pretrained/seeds_{gpu_quality.FIRST}/runs.sqlite",
+    **{part: f"{part}/seeds_{gpu_quality.FIRST}/runs.sqlite" for part in _QUALITY},
     "training": "peers/rows.jsonl",
 }
 _SHARES = {"tests": 3 / 8, "limits": 2 / 5}  # of the others a half
-_QUALITY = {"quality": "classification", "quality_mlm": "mlm", "quality_pretrained": "classification"}
 _HANGS = 110  # seconds after which a test is taken for one that hangs
 _FAILED = re.compile(r"(?:FAILED|ERROR) \S+\.py(?:::\S+)?")
 _MARKED = re.compile(r"mark\.gpu|\bdevice: str")  # by itself, or by conftest's fixture

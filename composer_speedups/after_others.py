@@ -37,12 +37,8 @@ class AfterOthers:
         elif self._work is None:
             self._work = work
 
-    @property
-    def waits(self) -> bool:
-        return self._work is not None
-
     def give_up(self) -> None:
-        """Do it now: an algorithm was not run after all, as somebody's pass may have taken it out."""
+        """Do now what still waits: an algorithm was not run after all, as somebody's pass may have taken it out."""
         self._pending.clear()
         self._go()
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from composer_speedups.speedup import SpeedUp
 
-__all__ = ["build", "check_arguments", "function", "keys", "regrouping", "speedup_class"]
+__all__ = ["NotASpeedUp", "build", "check_arguments", "function", "keys", "regrouping", "speedup_class"]
 
 _FOLDER = Path(__file__).parent / "algorithms"
 

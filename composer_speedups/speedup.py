@@ -164,15 +164,14 @@ class SpeedUp(Algorithm):
         if event is Event.INIT and AfterOthers.of(state) is None:
             AfterOthers(state, [a for a in state.algorithms if not isinstance(a, SpeedUp) and a.match(event, state)])
         held = self._hold is not None and event in WORK
-        late = event is Event.BEFORE_LOAD and (turn := AfterOthers.of(state)) is not None and turn.waits
-        return event in (Event.INIT, Event.AFTER_LOAD) or held or late or event in self.events
+        return event in (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD) or held or event in self.events
 
     def apply(self, event: Event, state: State, logger: Logger) -> int | None:
         if event is Event.INIT:
             turn = AfterOthers.of(state) or AfterOthers(state, [])
             turn.do(partial(_install_all, self, state, logger))
             return None
-        if event is Event.BEFORE_LOAD and (turn := AfterOthers.of(state)) is not None and turn.waits:
+        if event is Event.BEFORE_LOAD and (turn := AfterOthers.of(state)) is not None:
             turn.give_up()
         if event is Event.AFTER_LOAD and self._loading is not None:
             self._loading.restore()
@@ -196,10 +195,10 @@ class SpeedUp(Algorithm):
             already: whether the model has had it before, as in an earlier Trainer: then a `count` of 0 says so instead.
             evidence: further facts worth a column in a table, such as an optimizer's class or a kernel's name.
         """
+        self.tell(logger, changed=count, **evidence)
         if count == 0:
             nothing = "the model has it already" if already else nothing
             warn(NoEffectWarning(f"{self!r} changed nothing: {nothing}"))
-        self.tell(logger, changed=count, **evidence)
         log.info("%r: %s", self, ", ".join(f"{k}={v}" for k, v in self.evidence.items()))
 
     def tell(self, logger: Logger, **evidence: int | float | str | bool) -> None:

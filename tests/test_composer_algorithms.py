@@ -54,6 +54,14 @@ def speedups(no_decay: bool = False) -> list[SpeedUp]:
     return [Unpadding(), FusedDropoutAddNorm(), FusedBiasGELU(), FusedAdamW(no_decay_on_bias_and_norm=no_decay)]
 
 
+def samples() -> list[dict[str, Any]]:
+    """64 of 8 to 31 tokens."""
+    return [
+        {"input_ids": torch.arange(32) + n, "attention_mask": (torch.arange(32) < 8 + n % 24).long(), "labels": n % 2}
+        for n in range(64)
+    ]
+
+
 def trained(make_trainer, start: torch.nn.Module, algorithms: list[Algorithm]) -> dict[str, torch.Tensor]:
     model = copy.deepcopy(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, eps=1e-4)
@@ -182,12 +190,10 @@ def test_what_a_callback_loads_is_seen(make, saved_with, event: Event, make_trai
 @pytest.mark.parametrize("cls", [TokenBudgetBatches, LengthGroupedBatches])
 def test_beside_a_warmup_of_lengths(cls, make_trainer) -> None:
     """Composer's takes batches of one size only, and would say so at the first step, as if it were the user's fault."""
-    ids = [torch.arange(32) + n for n in range(64)]
-    masks = [(torch.arange(32) < 8 + n % 24).long() for n in range(64)]
-    samples = [{"input_ids": i, "attention_mask": m, "labels": i % 2} for i, m in zip(ids, masks, strict=True)]
+    data = [sample | {"labels": sample["input_ids"] % 2} for sample in samples()]
     warmup = SeqLengthWarmup(duration=0.5, min_seq_length=8, max_seq_length=32, step_size=8)
     model = BertForTokenClassification(bert_config())
-    trainer = make_trainer([warmup, cls()], model=model, train_dataloader=DataLoader(samples, batch_size=8))
+    trainer = make_trainer([warmup, cls()], model=model, train_dataloader=DataLoader(data, batch_size=8))
     if cls is TokenBudgetBatches:
         with pytest.raises(ConflictError, match="use length_grouped_batches"):
             trainer.fit()
@@ -209,13 +215,10 @@ class OneValue(LoggerDestination):
 
 def test_a_second_fit_on_other_data_tells_loggers_nothing_else(make_trainer) -> None:
     algorithm, logger = TokenBudgetBatches(100), OneValue()
-    samples = [
-        {"input_ids": torch.arange(32) + n, "attention_mask": (torch.arange(32) < 8 + n % 24).long(), "labels": n % 2}
-        for n in range(64)
-    ]
-    trainer = make_trainer([algorithm], train_dataloader=DataLoader(samples, batch_size=8), loggers=[logger])
+    data = samples()
+    trainer = make_trainer([algorithm], train_dataloader=DataLoader(data, batch_size=8), loggers=[logger])
     trainer.fit()
     first = algorithm.evidence["changed"]
     assert logger.known["token_budget_batches/changed"] == first
-    trainer.fit(train_dataloader=DataLoader(samples[: len(samples) // 2], batch_size=8), duration="1ep")
+    trainer.fit(train_dataloader=DataLoader(data[: len(data) // 2], batch_size=8), duration="1ep")
     assert algorithm.evidence["changed"] < first

@@ -130,7 +130,7 @@ def test_other_rows_would_be_noticed(on_one_rank) -> None:
 
 def test_every_optimizer_was_tried_under_fsdp() -> None:
     tried = {k for k in USABLE if registry.speedup_class(k).stage is Stage.OPTIMIZER}
-    assert tried >= {k for k in USABLE if not case(k).shards} and tried.intersection(KEYS) == tried
+    assert {"adafactor", "adamw_8bit", "bnb_adamw"} <= {k for k in USABLE if not case(k).shards} <= tried
 
 
 # ---- composer -n 2 -m composer_speedups train ...

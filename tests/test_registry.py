@@ -53,7 +53,7 @@ def test_a_whole_one_is_found(define) -> None:
     ],
 )
 def test_what_is_missing_is_said(old: str, new: str, said: str, define) -> None:
-    with pytest.raises(TypeError, match=f"^two_words.py.*{said}"):
+    with pytest.raises(registry.NotASpeedUp, match=f"^two_words.py.*{said}"):
         define(WHOLE.replace(old, new))
 
 
