@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from functools import cache
+from pathlib import Path
 
 # Set before torch is imported: no test may reach a hub, and two cores are shared by pytest's workers.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -145,3 +146,17 @@ def make_trainer(tiny_bert):
     yield make
     for trainer in trainers:
         trainer.close()
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write a file in an empty working folder; return its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str | bytes, name: str = "mine.yaml") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return name
+
+    return write

@@ -77,3 +77,14 @@ def _kill_me_after(seconds: float) -> int:
         os.kill(me, signal.SIGKILL)
         os._exit(0)
     return killer
+
+
+def cli(capsys: Any, *arguments: str) -> tuple[int, list[str]]:
+    """The command's code, and the lines of its stderr."""
+    from composer_speedups.cli import main
+
+    capsys.readouterr()
+    code = main(arguments)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return code, captured.err.splitlines()

@@ -26,6 +26,7 @@ PEAK = 96  # the batch with the most samples per second
 BEST = 3e-4  # the rate with the lowest loss in short runs ...
 BEST_WHOLE = 1.2e-4  # ... and in whole trainings, which learn more with a lower one
 SAMPLES = 20_000  # of the task
+SIZES = ("batch_size=32", "task.train_samples=1152")  # of a recipe, for searches whose tries are these
 
 
 def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
