@@ -30,6 +30,7 @@ from composer_speedups.compilation import compile_statistics, use_cache
 from composer_speedups.flops import model_flops
 from composer_speedups.holds import Hold
 from composer_speedups.measure import Measurement, peak_memory, reset_peak_memory
+from composer_speedups.optimizers import split_off_no_decay
 from composer_speedups.packing import count_on_host, hand_over
 from composer_speedups.recipes import Recipe
 from composer_speedups.speedup import Stage, algorithm_passes
@@ -377,6 +378,8 @@ def apply_functions(recipe: Recipe, model: Any, optimizer: Any, loader: Any, dev
             if device.type == "cuda" and loader.num_workers:
                 kept.append(apply(loader, device))
         elif algorithm.stage is Stage.OPTIMIZER:
+            if kwargs.pop("no_decay_on_bias_and_norm", False):  # the class's: its function takes the groups as they are
+                split_off_no_decay(optimizer)
             kept.append(apply(optimizer, **({"model": model} if key == "adamw_8bit" else {}), **kwargs))
         elif algorithm.stage is Stage.LOOP or key == "matmul_precision":
             kept.append(apply(**kwargs))

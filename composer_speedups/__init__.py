@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from composer_speedups import registry
 
 if TYPE_CHECKING:
-    from composer_speedups.recipes import load_recipe
-    from composer_speedups.registry import build
-    from composer_speedups.speedup import algorithm_passes
+    from composer_speedups.recipes import load_recipe as load_recipe
+    from composer_speedups.registry import build as build
+    from composer_speedups.speedup import algorithm_passes as algorithm_passes
 
 __version__ = "0.1.0"
 
@@ -24,12 +24,12 @@ _LAZY = {
     "load_recipe": "recipes",
 }
 
-__all__ = ["algorithm_passes", "build", "load_recipe"]
-
 
 def __getattr__(name: str) -> Any:
     import importlib
 
+    if name == "__all__":  # for `import *`: as discovered, none listed by hand
+        return [public for public in __dir__() if not public.startswith("_")]
     if name in _LAZY:
         return getattr(importlib.import_module(f"composer_speedups.{_LAZY[name]}"), name)
     if name.startswith("apply_") and name.removeprefix("apply_") in registry.keys():

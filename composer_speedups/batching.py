@@ -184,6 +184,13 @@ class TokenBudgetSampler(DistributedSampler):
         cuts = np.searchsorted(stretch, np.arange(1, self.steps))
         return [self._share(batch) for batch in np.split(order, cuts)]
 
+    def sizes(self) -> tuple[list[list[int]], list[float]]:
+        """Of each of the epoch's batches: each rank's number of samples; this rank's tokens over the mean number."""
+        batches = self.batches()
+        samples = [[len(share) for share in batch] for batch in batches]
+        mean = self.lengths.sum() / self.steps / self.num_replicas
+        return samples, [float(self.lengths[batch[self.rank]].sum() / mean) for batch in batches]
+
     def samples_before(self, epoch: int, step: int) -> int:
         """How many samples, of all ranks, `epoch` has in its first `step` batches."""
         self.set_epoch(epoch)

@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         # Only what is written to has no name: every file's error carries its own.
         if error.filename is not None:
-            return _complain(f"{error.filename}: {error.strerror or error}")
+            # Of a file that is moved, the name it was to have: the other is a temporary one.
+            return _complain(f"{error.filename2 or error.filename}: {error.strerror or error}")
         if _is_not_loaded(error):
             return _complain(_not_loaded(error))
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):

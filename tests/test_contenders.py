@@ -82,6 +82,18 @@ def test_the_bare_loop_calls_every_function_as_it_wants_to_be_called(
             assert first is (optimizer if "adamw" in key else model), key
 
 
+def test_the_bare_loop_takes_the_decay_off_what_the_class_would() -> None:
+    norm, linear = torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW([*norm.parameters(), *linear.parameters()], weight_decay=0.1)
+    recipe = load_recipe(
+        "cpu/fp32", ["speedups.fused_adamw={no_decay_on_bias_and_norm: true}", "speedups.matmul_precision=null"]
+    )
+    assert contenders.apply_functions(recipe, linear, optimizer, None, torch.device("cpu")) == [4]
+    assert optimizer.defaults["fused"] is True
+    decayed = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decayed == {id(linear.weight): 0.1} | {id(p): 0 for p in (*norm.parameters(), linear.bias)}
+
+
 def test_the_bare_loop_refuses_other_batches() -> None:
     with pytest.raises(ValueError, match="length_grouped_batches"):
         contenders.apply_functions(load_recipe("cpu/length_grouped_batches"), None, None, None, torch.device("cpu"))

@@ -17,7 +17,6 @@ from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.checkpoints import read_checkpoint
 from composer_speedups.measure import Measurement
-from composer_speedups.recipes import load_recipe
 from composer_speedups.speedup import Stage
 
 
@@ -26,10 +25,6 @@ def isolation():
     """Fresh processes at the price of a fork."""
     with Isolation("hostile:train", PRELOAD, {"OMP_NUM_THREADS": "1"}) as started:
         yield started
-
-
-def tiny(*overrides: str):
-    return load_recipe("demo/fp32", [*TINY, *overrides])
 
 
 # ---- NaN and infinite losses

@@ -61,3 +61,13 @@ def test_what_regroups_is_known_without_importing_it() -> None:
     classes = {key: registry.speedup_class(key) for key in registry.keys()}
     assert registry.regrouping() == {key for key, cls in classes.items() if cls.regroups}
     assert registry.regrouping() == {key for key, cls in classes.items() if cls.slot == "batches"}
+
+
+def test_a_star_import_brings_every_speed_up() -> None:
+    names: dict[str, object] = {}
+    exec("from composer_speedups import *", names)
+    keys = registry.keys()
+    assert len(keys) > 20
+    assert all(names[registry.speedup_class(key).__name__] is registry.speedup_class(key) for key in keys)
+    assert all(names[f"apply_{key}"] is registry.function(key) for key in keys)
+    assert {"SpeedUp", "algorithm_passes", "build", "load_recipe"} <= names.keys()

@@ -8,11 +8,12 @@ allows.
 **Numerics.** Each sample comes exactly once an epoch, in random order, and weighs the same: the gradient of a
 step with n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not
 lose weight to long ones (the logged loss stays the batch's mean). With one label a token, as in MLM, the loss
-is a mean over tokens, of which batches hold equally many: no scale is needed but the one that undoes Composer's
-weighting of ranks and microbatches by samples, so that microbatches make exactly the batch's mean. Such labels are
-recognised as integers under the batch's `labels`, in the shape of its `input_ids` or `attention_mask`, or in two
-dimensions where it has neither; where your model's have another name, or a place in a tuple, ask for
-`weighting="batch"`, which leaves all batches alike, as Composer would.
+is a mean over tokens, and tokens weigh the same: a rank's batch is scaled by its real tokens over their mean
+number, mostly a few percent from 1, and Composer's weighting of ranks and microbatches by samples is undone, so
+that microbatches make exactly the batch's mean. It is exact where labels are in proportion to tokens, as MLM's are
+up to rounding. Such labels are recognised as integers under the batch's `labels`, in the shape of its `input_ids`
+or `attention_mask`, or in two dimensions where it has neither; where your model's have another name, or a place in
+a tuple, ask for `weighting="batch"`, which leaves all batches alike, as Composer would.
 
 **When it pays.** Together with `Unpadding`, on one rank to even out memory, on several to even out time. On
 padded models use `LengthGroupedBatches`.
@@ -130,6 +131,7 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
         self._labelled: torch.Tensor | None = None  # tokens of the rank's batch that its loss is a mean over
         self._rows = 0  # of that batch; 0 where nobody knows
         self._samples: list[list[int]] = []  # of each step, on each rank
+        self._tokens: list[float] = []  # of each step, on this rank, over their mean
         self._whole = math.inf  # samples of a batch of the loader that was replaced
         self._asked: int | float | None = None  # the Trainer's microbatch before this fit
         self._set: int | float | None = None  # and what it has of us
@@ -229,7 +231,7 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
             return []
         if self._epoch != sampler.epoch:
             self._epoch = sampler.epoch
-            self._samples = [[len(share) for share in batch] for batch in sampler.batches()]
+            self._samples, self._tokens = sampler.sizes()
         return self._samples[self._drawn - 1]
 
     def _weigh(self, state: State) -> None:
@@ -238,10 +240,9 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
             return
         samples = self._samples_of_step(state)
         if of_tokens(state.batch):
-            # A mean over tokens, which ranks hold equally many of. Composer weighs it by samples, of which ranks and
-            # microbatches have more where they are short.
+            # A mean over tokens. Composer weighs it by samples, of which there are more where they are short.
             own, part = samples[sampler.rank], len(state.batch["labels"])
-            factor = sum(samples) / len(samples) / own
+            factor = sum(samples) / len(samples) / own * self._tokens[self._drawn - 1]
             if self._labelled is not None and part < self._rows:
                 factor = labelled(state.batch) / self._labelled * (factor * self._rows / part)
         else:

@@ -390,6 +390,16 @@ def test_a_report_that_writes_nothing_leaves_the_folder_alone(study, capsys, tmp
     assert str(folder / "runs.sqlite") in capsys.readouterr().err
 
 
+def test_what_cannot_be_written_has_its_own_name(study, capsys, tmp_path: Path):
+    folder = tmp_path / "out"
+    shutil.copytree(study[0], folder)
+    (folder / "results.json").unlink()
+    (folder / "results.json").mkdir()
+    assert main(["report", str(folder)]) == 2
+    assert f"error: {folder / 'results.json'}: Is a directory" in capsys.readouterr().err.splitlines()
+    assert not [file for file in folder.iterdir() if file.name.startswith(".results")]
+
+
 def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path):
     (tmp_path / "table.md").mkdir()  # as a full disk: its content is written, and can't take its place
     with pytest.raises(OSError):

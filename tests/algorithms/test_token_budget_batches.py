@@ -49,14 +49,24 @@ class Columns(Indexed):
         return sample | {"labels": sample["labels"].reshape(1)}
 
 
-@pytest.mark.parametrize(("weighting", "rows"), [("sample", Indexed), ("batch", Indexed), ("sample", Columns)])
+class Words(Indexed):
+    """Every real token has a label."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        return sample | {"labels": torch.where(sample["attention_mask"].bool(), sample["input_ids"] % 3, -100)}
+
+
+@pytest.mark.parametrize(
+    ("weighting", "rows"),
+    [("sample", Indexed), ("batch", Indexed), ("sample", Columns), ("sample", Words), ("batch", Words)],
+)
 @pytest.mark.parametrize("microbatch", [None, 3])
 def test_every_sample_weighs_the_same(make_trainer, weighting: str, rows: type, microbatch: int | None) -> None:
-    """With a learning rate of 0 gradients of an epoch add up to the gradient of the mean over all samples."""
-    from transformers import BertForSequenceClassification
-
+    """With a learning rate of 0 gradients of an epoch add up to that of the mean over all samples, or all tokens."""
     torch.manual_seed(1)
-    model = BertForSequenceClassification(bert_config()).double()
+    head = BertForTokenClassification if rows is Words else BertForSequenceClassification
+    model = head(bert_config()).double()
     total = {}
 
     class Sum(torch.optim.SGD):
@@ -73,7 +83,7 @@ def test_every_sample_weighs_the_same(make_trainer, weighting: str, rows: type, 
         [algorithm], model=HuggingFaceModel(model), optimizer=Sum(model.parameters(), lr=0.0), train_dataloader=loader,
         device_train_microbatch_size=microbatch,
     ).fit()  # fmt: skip
-    everything = torch.utils.data.default_collate(list(Indexed()))
+    everything = torch.utils.data.default_collate(list(Words() if rows is Words else Indexed()))
     model.zero_grad()
     model(**everything).loss.backward()
     worst = max(
@@ -236,12 +246,16 @@ def test_every_sample_weighs_the_same_on_several_ranks(ranks: int) -> None:
     torch.testing.assert_close(weights / len(batches), torch.full_like(weights, 1 / len(weights)))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_with_one_label_a_token_ranks_weigh_the_same(ranks: int) -> None:
-    """They hold equally many tokens, and Composer would weigh them by their samples."""
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_with_one_label_a_token_every_token_weighs_the_same_on_several_ranks(ranks: int) -> None:
+    lengths = sample_lengths(Indexed())
+    sampler = TokenBudgetSampler(Indexed(), lengths, tokens=150, seed=3, num_replicas=ranks, rank=0)
+    tokens = [[int(lengths[share].sum()) for share in batch] for batch in sampler.batches()]
+    assert len({count for batch in tokens for count in batch}) > 1, "shares of equal tokens show nothing"
     batches = weights_of_samples(TokenBudgetBatches(150), ranks, token_labels=True)
-    assert any(len({len(share) for share in batch}) > 1 for batch in batches)
-    assert all(share[0] == pytest.approx(1 / ranks) for batch in batches for share in batch)
+    for counts, weights in zip(tokens, batches, strict=True):
+        for count, share in zip(counts, weights, strict=True):
+            assert share[0] / len(batches) / count == pytest.approx(1 / lengths.sum())
 
 
 def test_logged_loss_is_the_batchs_mean(make_trainer) -> None:
