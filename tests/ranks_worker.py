@@ -1,8 +1,8 @@
 """Trains with every speed-up on as many ranks as there are; started by torchrun, and imported for one rank.
 
-`python -m torch.distributed.run --nproc-per-node 2 tests/ranks_worker.py FOLDER [KEY...]` writes FOLDER/ddp and
-FOLDER/fsdp2, as JSON: key -> losses of the steps, whether the ranks' weights agree, and so on, or the error; and
-FOLDER/ddp.pt and FOLDER/fsdp2.pt: key -> the trained weights.
+`python -m torch.distributed.run --nproc-per-node 2 tests/ranks_worker.py FOLDER [KEY...]` (a speed-up's, or one of
+`TOGETHER`) writes FOLDER/ddp and FOLDER/fsdp2, as JSON: key -> losses of the steps, whether the ranks' weights agree,
+and so on, or the error; and FOLDER/ddp.pt and FOLDER/fsdp2.pt: key -> the trained weights.
 """
 
 from __future__ import annotations
@@ -18,10 +18,25 @@ from contract import batch, bert, case, make
 from together import end_together
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from composer_speedups import build
 from composer_speedups.errors import UserError
 
 ROWS, GLOBAL_BATCH = 32, 8
 PLAIN = "none"  # no speed-up at all: what the ranks do by themselves
+BLOCKS = {"scope": "block", "backend": "aot_eager"}
+# What one speed-up alone does not show: the other heads, another family, and what works on what another has changed.
+TOGETHER: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "unpadding mlm": ("mlm", {"unpadding": {}, "masked_token_head": {}}),
+    "unpadding tokens": ("tokens", {"unpadding": {}}),
+    "unpadding answers": ("answers", {"unpadding": {}}),
+    "unpadding roberta": ("roberta", {"unpadding": {}, "last_layer_subset": {}}),
+    "unpadding compiled": ("classification", {"unpadding": {}, "torch_compile": BLOCKS}),
+    "unpadding checkpointed": ("classification", {"unpadding": {}, "gradient_checkpointing": {}}),
+    "unpadding all": (
+        "roberta",
+        {"unpadding": {}, "gradient_checkpointing": {}, "torch_compile": BLOCKS, "fused_adamw": {}},
+    ),
+}
 
 
 class Samples(Dataset):
@@ -29,9 +44,13 @@ class Samples(Dataset):
     is the mean over ranks only if the ranks have equally many."""
 
     def __init__(self, head: str) -> None:
-        self.data = batch(head, rows=ROWS)
-        if head != "classification":
-            labels = torch.full_like(self.data["labels"], -100)
+        self.data = batch("mlm" if head == "mlm" else "classification", rows=ROWS)
+        if head == "answers":
+            last = self.data["attention_mask"].sum(1) - 1
+            del self.data["labels"]
+            self.data |= {"start_positions": last // 2, "end_positions": last}
+        elif head in ("tokens", "mlm"):
+            labels = torch.full_like(self.data["input_ids"], -100)
             labels[:, :2] = torch.randint(0, 3, (ROWS, 2), generator=torch.Generator().manual_seed(1))
             self.data["labels"] = labels
 
@@ -40,6 +59,22 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: column[index] for name, column in self.data.items()}
+
+
+def model_of(head: str) -> torch.nn.Module:
+    import transformers
+
+    if head not in ("answers", "roberta"):
+        return bert(head)
+    # The same weights by name, but for the head's and those of BERT's pooler.
+    plain = bert(**({"num_labels": 2} if head == "answers" else {"pad_token_id": 0}))
+    classes = {"answers": "BertForQuestionAnswering", "roberta": "RobertaForSequenceClassification"}
+    kind = transformers.RobertaConfig if head == "roberta" else transformers.BertConfig
+    torch.manual_seed(4)
+    config = kind(**plain.config.to_dict())
+    model = getattr(transformers, classes[head])._from_config(config, attn_implementation="eager")
+    model.base_model.load_state_dict(plain.bert.state_dict(), strict=False)
+    return model
 
 
 def train(key: str, strategy: str = "ddp") -> dict[str, Any]:
@@ -55,15 +90,18 @@ def train(key: str, strategy: str = "ddp") -> dict[str, Any]:
             losses.append(state.total_loss_dict["loss/train/total"])
 
     ranks = dist.get_world_size()
-    head = case(key).head
-    model = HuggingFaceModel(bert(head), metrics=[], use_logits=True)
+    head, speedups = TOGETHER.get(key, (case(key).head, {}))
+    model = HuggingFaceModel(model_of(head), metrics=[], use_logits=head != "answers")
+    algorithms = [build(name, **arguments) for name, arguments in speedups.items()]
+    if key not in (PLAIN, *TOGETHER):
+        algorithms.append(make(key))
     before = torch.cat([p.detach().flatten().clone() for p in model.model.parameters()])
     parallelism: dict[str, Any] = {}
     if strategy == "fsdp2":
         from composer.utils.parallelism import FSDP2Config, ParallelismConfig
 
         # Each block a unit of its own, as a user of FSDP2 would have it.
-        model.model.fsdp_wrap_fn = lambda module: type(module).__name__ == "BertLayer"
+        model.model.fsdp_wrap_fn = lambda module: type(module).__name__ in ("BertLayer", "RobertaLayer")
         parallelism = {
             "parallelism_config": ParallelismConfig(fsdp2=FSDP2Config(mixed_precision="FULL", state_dict_type="full"))
         }
@@ -71,7 +109,7 @@ def train(key: str, strategy: str = "ddp") -> dict[str, Any]:
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, foreach=False),
-        algorithms=[] if key == PLAIN else [make(key)],
+        algorithms=algorithms,
         callbacks=[Losses()],
         train_dataloader=DataLoader(
             samples,

@@ -17,13 +17,13 @@ import pytest
 import torch
 from contract import USABLE, case
 from filelock import FileLock
-from ranks_worker import PLAIN, train
+from ranks_worker import PLAIN, TOGETHER, train
 
 from composer_speedups import registry
 from composer_speedups.speedup import Stage
 
 TESTS = Path(__file__).parent
-KEYS = [PLAIN, *USABLE]
+KEYS = [PLAIN, *USABLE, *TOGETHER]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -104,11 +104,16 @@ def visible(out, head: str, mask: torch.Tensor) -> torch.Tensor:
     return getattr(out, name)[mask.bool()]
 
 
-def compare(stock: torch.nn.Module, fast: torch.nn.Module, head: str, inputs: dict[str, torch.Tensor]) -> None:
+def compare(
+    stock: torch.nn.Module,
+    fast: torch.nn.Module,
+    head: str,
+    inputs: dict[str, torch.Tensor],
+    rtol: float = 1e-10,  # float64 on both sides: some hundred sums in another order
+    atol: float = 1e-10,
+) -> None:
     expected, out = stock(**inputs), fast(**inputs)
-    mask = inputs["attention_mask"]
-    # float64 on both sides: some hundred sums in another order.
-    close = dict(rtol=1e-10, atol=1e-10)
+    mask, close = inputs["attention_mask"], dict(rtol=rtol, atol=atol)
     torch.testing.assert_close(visible(out, head, mask), visible(expected, head, mask), **close)
     for result in (expected, out):
         (visible(result, head, mask).sin().sum() + (result.loss if "labels" in inputs else 0)).backward()

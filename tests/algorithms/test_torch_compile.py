@@ -15,7 +15,7 @@ from composer.core import Event
 from composer.models import ComposerClassifier, HuggingFaceModel
 from small import BatchDataset, bert_config, padded_batch
 
-from composer_speedups import TorchCompile, apply_torch_compile, registry
+from composer_speedups import LengthGroupedBatches, TorchCompile, apply_torch_compile, registry
 from composer_speedups.compat import INDUCTOR_PRECOMPILES, compile_counters
 from composer_speedups.compilation import compile_statistics
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
@@ -158,6 +158,23 @@ def test_counts_recompiles_and_warns_at_the_limit(make_trainer, lower_limit) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit(duration="1ba")  # said once
+
+
+@pytest.mark.parametrize(("multiple_of", "graphs"), [(16, 3), (1, None)])
+def test_buckets_of_lengths_bound_the_recompiles(make_trainer, multiple_of: int, graphs: int | None) -> None:
+    """Without `dynamic` each width is a graph: cut to multiples of 16, texts to 48 tokens have three."""
+    rows = BatchDataset(96, length=48)
+    algorithms = [LengthGroupedBatches(multiple_of=multiple_of), TorchCompile("block", backend="eager", dynamic=False)]
+    trainer = make_trainer(
+        algorithms,
+        model=HuggingFaceModel(bert(num_hidden_layers=1)),
+        train_dataloader=torch.utils.data.DataLoader(rows, batch_size=8, drop_last=True),
+    )
+    limit = nullcontext() if graphs else pytest.warns(UserWarning, match="recompile_limit")
+    with limit:
+        trainer.fit()
+    found = algorithms[1].evidence
+    assert found["graphs"] == found["recompiles"] + 1 == graphs if graphs else found["graphs"] > 6, found
 
 
 def test_counts_graph_breaks() -> None:
