@@ -12,6 +12,7 @@
     growth     the gain against the length of texts, batch, share of padding and depth
     compiling  seconds of compiling, whole model and repeated block, cold and warm cache
     verdicts   studies of recipes whose truth is known: are their verdicts to be believed?
+    grouping   what batches of like lengths cost in quality, ours and the Hugging Face Trainer's
 
 Where it was stopped, the table is of what had been measured; `python -m benchmarks.table FOLDER` prints it again.
 Everything is interleaved, each training run in a fresh process; medians with their spread. On a machine that does other
@@ -24,7 +25,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import compiling, growth, launches, limits, peers, profiles, verdicts
+from benchmarks import compiling, grouping, growth, launches, limits, peers, profiles, verdicts
 from benchmarks.harness import Part, new_folder, run
 from composer_speedups.errors import UserError
 
@@ -37,6 +38,7 @@ PARTS: dict[str, tuple[Part, int, int]] = {
     "growth": (growth, 5, 4),
     "compiling": (compiling, 5, 2),
     "verdicts": (verdicts, 6, 48),  # studies, steps of a run
+    "grouping": (grouping, 5, 500),  # seeds, steps of a run
 }
 _NAMED = ("peers", "profiles", "launches")  # of which some can be chosen by their names
 

@@ -8,10 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from benchmarked import ROOT
 
-from benchmarks import compiling, growth, harness, run, table, verdicts
+from benchmarks import compiling, grouping, growth, harness, run, table, verdicts
 from composer_speedups.errors import UserError
 
 # Folders from before the conditions were noted, and what those were.
@@ -108,3 +110,41 @@ def test_verdicts_are_counted_by_what_was_planted(tmp_path: Path) -> None:
     assert tenth[0] == "sleeps for 10% of a step" and tenth[4] == "no difference shown (1)"
     assert half[0] == "sleeps for 50% of a step" and half[4] == "slower (1)"
     assert wild[1:] == ["1", "", "", "no difference shown (1)", "unstable (1)"]
+
+
+def test_grouping_takes_transformers_own_order_and_is_told_by_seed(tmp_path: Path) -> None:
+    from transformers.trainer_pt_utils import LengthGroupedSampler as Transformers
+
+    from composer_speedups.batching import LengthGroupedSampler
+
+    lengths = np.random.default_rng(1).integers(5, 60, 64)
+    options = {"batch_size": 4, "pool": 4, "seed": 3, "drop_last": False, "num_replicas": 1, "rank": 0}
+    ours = LengthGroupedSampler(list(range(64)), lengths, **options)
+    found = list(grouping._as_transformers(ours))
+    theirs = Transformers(4, lengths=lengths.tolist(), generator=torch.Generator().manual_seed(3))
+    assert found == list(theirs) != list(ours) and sorted(found) == list(range(64))
+
+    (tmp_path / "environment.json").write_text(json.dumps(harness.environment(), default=str))
+    harness.begin(tmp_path, "grouping", recipe="cpu/fastest", length=128, steps=500)
+    worse = {"eval_accuracy": {"value": 0.031}, "final_loss": {"value": 0.02}}
+    runs = [{"seed": s, "status": "ok", "eval_accuracy": 0.8 + s / 100, "final_loss": 0.3} for s in range(3)]
+    rows = [
+        {"entry": "a", "recipe": "a", "runs": runs, "worse_by": {}, "quality_verdict": "baseline"},
+        {"entry": "b", "recipe": "b", "runs": runs[:2], "worse_by": worse, "quality_verdict": "unstable"},
+        {
+            "entry": "c",
+            "recipe": "c",
+            "runs": [],
+            "worse_by": {},
+            "quality_verdict": "",
+            "status": "failed",
+            "reason": "x",
+        },
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in grouping.table(tmp_path).splitlines()[4:]]
+    assert lines == [
+        ["a", "3", "0.810 [0.800, 0.820]", "", "0.300 [0.300, 0.300]", "", "baseline"],
+        ["b", "2", "0.805 [0.800, 0.810]", "3.1", "0.300 [0.300, 0.300]", "0.020", "unstable"],
+        ["c", "0", "", "", "", "", "failed: x"],
+    ]
