@@ -309,7 +309,7 @@ def check_loader(loader: Any) -> None:
         fault = f"it is a {type(loader).__name__}, not a torch DataLoader"
     elif isinstance(loader.dataset, IterableDataset):
         fault = "its dataset is iterable, so that nobody knows the lengths beforehand: use a map-style dataset"
-    elif type(loader.batch_sampler) is not BatchSampler:
+    elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         fault = f"it has its own batches ({type(loader.batch_sampler).__name__}): give batch_size instead"
     elif type(loader.sampler) not in (RandomSampler, SequentialSampler, DistributedSampler):
         fault = f"its {type(loader.sampler).__name__} chooses samples in its own way: leave this speed-up out"

@@ -14,9 +14,11 @@ import pytest
 import torch
 from filelock import FileLock
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -249,6 +251,7 @@ def test_loaders_that_cannot_be_regrouped() -> None:
         ([1, 2], "is a list"),
         (DataLoader(Stream(), batch_size=2), "iterable"),
         (DataLoader(rows, batch_size=None), "own batches"),
+        (DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), 7, False)), "give batch_size instead"),
         (DataLoader(rows, batch_sampler=budget(lengths=np.full(8, 3), tokens=12)), "own batches"),
         (DataLoader(rows, batch_size=2, sampler=SubsetRandomSampler([1, 2])), "SubsetRandomSampler"),
         (DataLoader(rows, batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8)), "WeightedRandomSampler"),

@@ -6,7 +6,9 @@ and recompute in backward, so that memory grows with the length and not with its
 
 **Numerics.** The same function with sums in another order, to rounding; the softmax is taken in float32 inside
 the fused kernels. Padding masks and attention dropout are kept, though dropout draws other random numbers.
-A row whose keys are all masked may differ: its values are without meaning in either.
+A row whose keys are all masked may differ: its values are without meaning in either. Where the loss reads one all
+the same, as it does of choices that are all padding, PyTorch's CPU kernel without dropout gives it wrong gradients,
+of stock SDPA models, too: let such a row have a token that counts.
 
 **When it pays.** On a GPU, the more the longer the sequences. Models that transformers builds without being
 told use SDPA already: the report then says so. A padding mask rules flash out in favour of the memory-efficient

@@ -27,6 +27,7 @@ _TRAIN = {"train", "training"}
 _EVALUATION = {"test", "eval", "evaluation", "validation", "valid", "val", "dev"}
 _MOST_LABELS = 1000
 _BEGINNING = 2**20
+_WHOLE = re.compile(r"(-?\d+)\.0+")
 
 
 def fingerprint(path: str, key: str = "task.path") -> list[list[str | int]]:
@@ -239,7 +240,9 @@ def _table(file: Path, text: str, label: str | None, split: str | None, part: Pa
 def _as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
     """What a cell says; empty where it is missing. Python's way to write bytes or a list is nobody's text or label."""
     if type(value) is str:
-        return value
+        # pandas writes whole numbers as 1.0 into a column where one is missing: that is the class 1.
+        whole = key == "label_column" and file.suffix.lower() in (".csv", ".tsv") and _WHOLE.fullmatch(value)
+        return whole[1] if whole else value
     if value is None or value != value:  # NaN is how pandas writes what is missing
         return ""
     place = f"{str(file)!r} {'row' if file.suffix.lower() == '.parquet' else 'line'} {number}: column {column!r}"
@@ -257,7 +260,7 @@ def _as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
             f"{place} holds a {type(value).__name__}, not {wanted}: write {wanted} there, or name another task.{key}"
         )
     if key == "label_column" and isinstance(value, (float, Decimal)) and value % 1 == 0:
-        return str(int(value))  # whole numbers become floats in a table where one is missing: 1.0 is the class 1
+        return str(int(value))  # as above
     return str(value)
 
 

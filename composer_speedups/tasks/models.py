@@ -40,7 +40,10 @@ __all__ = [
 log = logging.getLogger("composer_speedups")
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
+_TOKENIZERS = (
+    *("tokenizer.json", "vocab.txt", "vocab.json"),
+    *("spm.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),  # DeBERTa-v3; ALBERT, XLNet; XLM-R
+)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Sizes grow by this: tensor cores want matrices whose sides are multiples of 8 in 16-bit types.
 _VOCABULARY_MULTIPLE = 8
@@ -384,17 +387,25 @@ def _kind(task: Task) -> Any:
 def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTrainedModel:
     import torch
 
+    from composer_speedups.tasks.heads import fit_head
+
     kind = _kind(task)
     attention = {"attn_implementation": spec.attn_implementation if _has_sdpa(kind, config) else "eager"}
     with _quiet_transformers():
         if task.source.pretrained:
-            # A checkpoint's own head may have other classes: then a new head, but nothing else, is made.
+            # A checkpoint's own head may have another number of classes: then a new one, but nothing else, is made.
             beside = " and the weights beside it" + (", and model.config" if spec.config else "")
             model, loading = _load(
                 task.source, kind.from_pretrained, beside, config=config, output_loading_info=True,
                 ignore_mismatched_sizes=True, **attention,
             )  # fmt: skip
             _check_loaded(spec, model, loading)
+            if task.objective == "classification":
+                new = {key[0] if isinstance(key, tuple) else key for key in loading["mismatched_keys"]}
+                before = load_config(task.source).id2label
+                note = fit_head(model, before, task.label_names, new | set(loading["missing_keys"]))
+                if note is not None:
+                    log.warning("model %s: %s", spec.name, note)
             return model
         # In float32 from the start: made in a checkpoint's bf16, random weights would be rounded to that.
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)

@@ -27,7 +27,8 @@ log = logging.getLogger("composer_speedups")
 
 DEFAULT_VOCABULARY = 8192
 _ROWS_AT_ONCE = 1000
-_CHECKS = 3  # raised when `files.read` learns to refuse or to tell more: a filled cache would not hear of it
+_UNKNOWN = 0.02  # of the tokens: that many the tokenizer may not know without a word
+_CHECKS = 4  # raised when `files.read` learns to refuse or to tell more: a filled cache would not hear of it
 
 
 @dataclass
@@ -92,7 +93,7 @@ def build_task(spec: TaskSpec, model: ModelSpec, *, seed: int, progress: Callabl
     else:
         raw = _Raw(spec, say)
         tokenizer = _tokenizer(spec, source, raw)
-        stored = _tokenised(spec, tokenizer, raw)
+        stored = _tokenised(spec, source, tokenizer, raw)
         train, evaluation = TokenDataset.load(stored / "train"), TokenDataset.load(stored / "evaluation")
         about = _About.load(stored)
         label_names, vocabulary = about.label_names, len(tokenizer)
@@ -184,7 +185,7 @@ class _About:
         return cls(**json.loads((folder / "about.json").read_text()))
 
 
-def _tokenised(spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, raw: _Raw) -> Path:
+def _tokenised(spec: TaskSpec, source: models.Source, tokenizer: PreTrainedTokenizerFast, raw: _Raw) -> Path:
     def build(folder: Path) -> None:
         texts = raw.texts()
         notes = list(texts.notes)
@@ -197,6 +198,7 @@ def _tokenised(spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, raw: _Raw) ->
             full = [i for i, row in enumerate(rows) if not special.issuperset(row)]
             if len(full) < len(rows):
                 notes.append(f"{len(rows) - len(full):,} of {len(rows):,} {part} texts dropped: no token in them")
+            notes += _unknown(rows, tokenizer, part, own=not source.tokenizer)
             if not full:
                 raise TaskError(f"no {part} text of task {spec.name} holds a token that the tokenizer knows")
             TokenDataset.of([rows[i] for i in full], [labels[i] for i in full]).save(folder / part)
@@ -207,6 +209,19 @@ def _tokenised(spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, raw: _Raw) ->
         "tokenizer": digest({"json": tokenizer.backend_tokenizer.to_str(), **_version("tokenizers")}),
     }  # fmt: skip
     return cached("tokens", key, build, raw.say)
+
+
+def _unknown(rows: list[list[int]], tokenizer: PreTrainedTokenizerFast, part: str, own: bool) -> list[str]:
+    """What to say where many tokens are the one for what the tokenizer does not know: there is little to learn."""
+    unknown, special = tokenizer.unk_token_id, set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    total = sum(token not in special for row in rows for token in row)
+    share = sum(row.count(unknown) for row in rows) / max(1, total) if unknown is not None else 0.0
+    if share < _UNKNOWN:
+        return []
+    remedy = f"raise task.vocabulary above {len(tokenizer):,}" if own else "choose a model for such texts"
+    return [
+        f"{share:.0%} of the {part} tokens are {tokenizer.unk_token}, as the tokenizer does not know them: {remedy}"
+    ]
 
 
 def _encode(

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -21,7 +23,9 @@ __all__ = ["SPECIAL_TOKENS", "load", "train"]
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
 }  # fmt: skip
-_LETTERS = 512  # rarer ones become [UNK]; box-drawing in sympy's docstrings alone is a hundred
+# Rarer letters become [UNK]. Box-drawing in sympy's docstrings alone is a hundred; Chinese has thousands, of which the
+# texts' most frequent are taken until no more than so many of their letters are others.
+_LETTERS, _COVERED = 512, 0.9995
 _PREFIX = "##"
 
 
@@ -30,7 +34,7 @@ def train(texts: Sequence[str], vocabulary: int, folder: Path) -> None:
     from tokenizers import trainers
 
     specials = list(SPECIAL_TOKENS.values())
-    letters = _letters(texts, min(_LETTERS, (vocabulary - len(specials)) // 2))
+    letters = _letters(texts, (vocabulary - len(specials)) // 2)
     # Given as "special", letters get the numbers of their places in the list: see above.
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocabulary, special_tokens=[*specials, *letters, *(_PREFIX + c for c in letters)],
@@ -67,7 +71,7 @@ def _tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _letters(texts: Sequence[str], limit: int) -> list[str]:
+def _letters(texts: Sequence[str], room: int) -> list[str]:
     from tokenizers import normalizers
 
     normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -75,4 +79,6 @@ def _letters(texts: Sequence[str], limit: int) -> list[str]:
     for text in texts:
         count.update(normalizer.normalize_str(text))
     ordered = sorted((c for c in count if not c.isspace()), key=lambda c: (-count[c], c))
-    return sorted(ordered[:limit])
+    covered = np.cumsum([count[c] for c in ordered])
+    enough = int(np.searchsorted(covered, _COVERED * covered[-1])) + 1 if ordered else 0
+    return sorted(ordered[: min(max(_LETTERS, enough), room)])

@@ -128,6 +128,21 @@ def test_labels_are_numbered_in_order(tmp_path: Path, labels: list, names: list[
     assert pairs(texts) == {(t, str(label)) for t, label in rows}
 
 
+def test_whole_numbers_are_the_same_classes_however_a_csv_writes_them(tmp_path: Path):
+    """pandas writes 1.0 into a column where one is missing, and 1 where none is."""
+    folder = tmp_path / "both"
+    folder.mkdir()
+    write_csv(folder / "a.csv", [(t, str(i % 2)) for i, (t, _) in enumerate(ROWS[:30])])
+    write_csv(folder / "b.csv", [(t, f"{i % 2}.0" if i else "") for i, (t, _) in enumerate(ROWS[30:])])
+    texts = files.read(str(folder))
+    assert texts.label_names == ["0", "1"] and any("1 of 60 rows" in note for note in texts.notes)
+    rows = [(t, ["1.5", "-2.00", "v1.0"][i % 3]) for i, (t, _) in enumerate(ROWS)]
+    write_csv(tmp_path / "c.tsv", rows, delimiter="\t")
+    assert files.read(str(tmp_path / "c.tsv")).label_names == ["-2", "1.5", "v1.0"]
+    write_jsonl(tmp_path / "d.jsonl", [(t, f"{i % 2}.0") for i, (t, _) in enumerate(ROWS)])
+    assert files.read(str(tmp_path / "d.jsonl")).label_names == ["0.0", "1.0"], "in quotes it is a name"
+
+
 def test_hostile_text_is_kept_and_encodable(tmp_path: Path):
     odd = ["\u202eevil", "a\x00b", "long " * 60_000, 'line\nbreak, "quoted"', "\ud83d\ude00 and lone \ud83d"]
     rows = [(t, "ab"[i % 2]) for i, t in enumerate(odd)]

@@ -233,6 +233,82 @@ def test_an_mlm_checkpoint_serves_classification(tmp_path: Path):
     assert torch.equal(classifier.state_dict()[key], model.state_dict()[key])
 
 
+def classifier(folder: Path, names: list[str], family: str = "bert-base-uncased") -> torch.nn.Module:
+    """A folder with a classifier of such classes, in that order."""
+    model, task = built(ModelSpec(name=family, pretrained=False, config=TINY), dummy(num_labels=len(names)))
+    model.config.id2label = dict(enumerate(names))
+    model.save_pretrained(folder)
+    task.tokenizer.save_pretrained(folder)
+    return model
+
+
+def labelled(tmp_path: Path, names: list[str]) -> TaskSpec:
+    rows = "".join(f"words number {i},{names[i % len(names)]}\n" for i in range(60))
+    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
+    path = str(tmp_path / "rows.csv")
+    return TaskSpec(name="text", path=path, text_column="text", label_column="label", max_length=16)
+
+
+@pytest.mark.parametrize("family", ["bert-base-uncased", "roberta-base", "answerdotai/ModernBERT-base"])
+def test_a_pretrained_heads_classes_are_the_tasks_whatever_their_order(tmp_path: Path, family: str, caplog):
+    before = classifier(tmp_path / "m", ["Neutral", "contradiction", "entailment"], family).eval()
+    spec = ModelSpec(name=str(tmp_path / "m"), pretrained=True)
+    after, task = built(spec, labelled(tmp_path, ["entailment", "neutral", "contradiction"]))
+    assert task.label_names == ["contradiction", "entailment", "neutral"]
+    batch = {k: v for k, v in task.collate_train([task.train[i] for i in range(4)]).items() if k != "labels"}
+    found, expected = after.eval()(**batch).logits, before(**batch).logits
+    assert torch.equal(found, expected[:, [1, 2, 0]]) and not torch.equal(found, expected)
+    assert after.config.id2label == dict(enumerate(task.label_names)) and "its head" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("had", "names", "said", "kept"),
+    [
+        (
+            ["anger", "joy"],
+            ["ham", "spam"],
+            "for anger, joy: for ham, spam the output layer begins at random",
+            False,
+        ),
+        (["LABEL_0", "LABEL_1"], ["ham", "spam"], "no names: they are taken for ham, spam, in this order", True),
+        (["LABEL_0", "LABEL_1"], ["0", "1"], "", True),
+        (["ham", "spam"], ["ham", "spam"], "", True),
+        (["anger", "fear", "joy"], ["ham", "spam"], "", False),  # another shape: transformers makes a new one
+    ],
+)
+def test_a_pretrained_head_for_other_classes_is_not_trained_on(
+    tmp_path: Path, had: list[str], names: list[str], said: str, kept: bool, caplog
+):
+    before = classifier(tmp_path / "m", had)
+    after, _ = built(ModelSpec(name=str(tmp_path / "m"), pretrained=True), labelled(tmp_path, names))
+    again, _ = built(ModelSpec(name=str(tmp_path / "m"), pretrained=True), labelled(tmp_path, names))
+    assert torch.equal(after.classifier.weight, again.classifier.weight), "the seed decides"
+    assert torch.equal(after.classifier.weight, before.classifier.weight) if kept else True
+    if not kept:
+        assert after.classifier.weight.shape[0] == 2 and 0 < after.classifier.weight.std() < 0.1
+        assert len(had) != 2 or not torch.equal(after.classifier.weight, before.classifier.weight)
+    key = "bert.pooler.dense.weight"
+    assert torch.equal(after.state_dict()[key], before.state_dict()[key])
+    assert said in caplog.text and bool(said) == ("its head" in caplog.text)
+
+
+@pytest.mark.parametrize("pretrained", [True, "auto"])
+def test_a_sentencepiece_model_alone_is_a_tokenizer(folder: Path, tmp_path: Path, pretrained):
+    """All that DeBERTa-v3's repositories have: in a folder, and in the hub's cache."""
+    (folder / "spm.model").write_bytes(b"")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        (folder / name).unlink(missing_ok=True)
+    spec = ModelSpec(name=str(folder), pretrained=pretrained)
+    assert models.resolve(spec).tokenizer
+    snapshot = tmp_path / "hub" / "models--microsoft--deberta-v3-xsmall" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    source = models.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall", pretrained=pretrained))
+    assert source.pretrained and source.local_only and source.note is None
+
+
 def test_a_folder_that_asks_for_code_is_refused(folder: Path):
     import json
 

@@ -180,6 +180,25 @@ def test_texts_without_a_token_are_dropped_and_counted(table: Path):
     assert again.notes == made.notes, "a warm start says the same"
 
 
+def test_what_the_tokenizer_does_not_know_is_told(table: Path, tmp_path: Path):
+    """Many letters and a small vocabulary; and a pretrained model's, which cannot be made larger."""
+    made = build_task(text_spec(table), SCRATCH, seed=0)
+    assert not any("[UNK]" in note for note in made.notes)
+    build_model(SCRATCH, made).save_pretrained(tmp_path / "m")
+    made.tokenizer.save_pretrained(tmp_path / "m")
+    with table.open("a", encoding="utf-8") as stream:
+        stream.write(
+            "\n" + "".join(f"{''.join(chr(0x4E00 + 9 * i + j) for j in range(9))},{'ab'[i % 2]}\n" for i in range(100))
+        )
+    pretrained = ModelSpec(name=str(tmp_path / "m"))
+    for model, vocabulary, remedy in (
+        (SCRATCH, 300, "raise task.vocabulary above"),
+        (pretrained, None, "choose a model"),
+    ):
+        notes = build_task(text_spec(table, vocabulary=vocabulary), model, seed=0).notes
+        assert any("of the train tokens are [UNK]" in note and remedy in note for note in notes), notes
+
+
 def test_a_pretrained_models_own_tokenizer_is_used(table: Path, tmp_path: Path):
     made = build_task(text_spec(table), SCRATCH, seed=0)
     build_model(SCRATCH, made).save_pretrained(tmp_path / "m")

@@ -56,3 +56,14 @@ def test_stock_transformers_loads_what_was_saved(folder: Path, tmp_path: Path):
     assert stock(TEXTS)["input_ids"] == tokenizer(TEXTS)["input_ids"]
     assert set(stock(TEXTS[0])) == {"input_ids", "attention_mask"}
     assert stock.model_max_length == 64 and stock.mask_token_id == tokenizer.mask_token_id
+
+
+def test_thousands_of_letters_are_known_where_there_is_room(tmp_path: Path):
+    """Chinese: of 2,000 characters, each as frequent as any other, no text may lose more than a few."""
+    characters = [chr(0x4E00 + i) for i in range(2000)]
+    texts = ["".join(characters[(7 * i + j) % 2000] for j in range(50)) for i in range(400)]
+    for vocabulary, known in ((8192, 1999), (2000, 997)):
+        (tmp_path / str(vocabulary)).mkdir()
+        wordpiece.train(texts, vocabulary, tmp_path / str(vocabulary))
+        found = wordpiece.load(tmp_path / str(vocabulary) / "tokenizer.json", 64).get_vocab()
+        assert len(found) <= vocabulary and sum(c in found for c in characters) == known
