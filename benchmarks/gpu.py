@@ -3,7 +3,7 @@
     python3 -m benchmarks.gpu --out results
 
 Then, with what time is left, more repetitions of what decides, how the kernels are launched best here (`launches.py`),
-and where a step's time goes (`profiles.py`):
+where a step's time goes (`profiles.py`), and how the gain grows (`growth.py`; 28 trainings a repetition):
 
     python3 -m benchmarks.gpu --parts training --first 10 --minutes 9 --out more
     python3 -m benchmarks.gpu --parts training --only "best, compiled" "Composer, best" "ours: finetune/fastest" \
@@ -12,6 +12,7 @@ and where a step's time goes (`profiles.py`):
     python3 -m benchmarks.gpu --parts quality quality_mlm --minutes 8 --out quality
     python3 -m benchmarks.gpu --parts quality_pretrained --model minilm --minutes 4 --out pretrained
     python3 -m benchmarks.gpu --parts profiles --minutes 3 --out profiles
+    python3 -m benchmarks.gpu --parts growth --minutes 9 --out growth
 
 `--tests` does the tests of some files alone, such as of kernels that no GPU has run yet.
 
@@ -51,7 +52,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks import gpu_quality, launches, limits, peers, profiles
+from benchmarks import gpu_quality, growth, launches, limits, peers, profiles
 from benchmarks.apart import Apart
 from benchmarks.harness import new_folder, refuse_results, run
 from composer_speedups.hardware import hardware, suite_section
@@ -66,6 +67,7 @@ _WRITES = {
     "launches": "launches/rows.jsonl",
     "profiles": "profiles/rows.jsonl",
     **{part: f"{part}/seeds_{gpu_quality.FIRST}/runs.sqlite" for part in _QUALITY},
+    "growth": "growth/rows.jsonl",
     "training": "peers/rows.jsonl",
 }
 _SHARES = {"tests": 3 / 8, "limits": 2 / 5}  # of the others a half
@@ -156,6 +158,9 @@ def _do(part: str, options: argparse.Namespace, end: float) -> bool:
         return whole
     if part == "profiles":
         run(profiles, new_folder(part, out), 1, 5, deadline=end, only=options.only)
+    elif part == "growth":
+        more = {"deadline": end - 30, "after_each": lambda: pack(options.out)}
+        run(growth, new_folder(part, out), 5, min(options.batches, 20), **more)
     elif part == "training":
         chosen = tuple(options.only or list(peers.ENTRIES[suite_section()])[: options.first])
         # The last training run begins half a minute before the end, at the latest; what takes longer is stopped.

@@ -6,6 +6,7 @@ model with everything that pays (`fastest`): where removing padding has nothing 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ AXES = {
     "layers": (2, 4, 8, 12),
 }
 MIDDLE: dict[str, Any] = {"length": 256, "batch": 16, "padding": 0.4, "layers": 4}
+# BERT-base, and batches that fill a GPU.
+_ON_GPU: tuple[dict[str, Any], dict[str, Any]] = ({"batch": (16, 32, 64, 128)}, {"batch": 64, "layers": 12})
 _RECIPES = {
     "cpu": ("cpu/bf16", "cpu/fastest"),
     "cpu_without_bf16": ("cpu/fp32", "cpu/fastest_fp32"),
@@ -29,11 +32,18 @@ _RECIPES = {
 }
 
 
-def points() -> list[dict[str, Any]]:
+def varied(section: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of each axis, and the middle, of that kind of hardware."""
+    axes, middle = _ON_GPU if section == "cuda" else ({}, {})
+    return AXES | axes, MIDDLE | middle
+
+
+def points(section: str = "cpu") -> list[dict[str, Any]]:
     """What is measured: the middle, and each axis' other values."""
-    found = [MIDDLE]
-    for axis, values in AXES.items():
-        found += [MIDDLE | {axis: value} for value in values if value != MIDDLE[axis]]
+    axes, middle = varied(section)
+    found = [middle]
+    for axis, values in axes.items():
+        found += [middle | {axis: value} for value in values if value != middle[axis]]
     return found
 
 
@@ -46,15 +56,24 @@ def overrides(point: dict[str, Any]) -> tuple[str, ...]:
     return (task, *model, "model.config.max_position_embeddings=512", f"batch_size={point['batch']}")
 
 
-def measure(folder: Path, repetitions: int, batches: int) -> None:
-    plain, fast = _RECIPES[suite_section()]
+def measure(
+    folder: Path,
+    repetitions: int,
+    batches: int,
+    deadline: float | None = None,
+    after_each: Callable[[], object] = lambda: None,
+) -> None:
+    """`deadline` and `after_each` are those of `interleaved`."""
+    section = suite_section()
+    plain, fast = _RECIPES[section]
     entries = {
         f"{_name(point)}: {recipe}": Entry("ours", recipe, overrides(point))
-        for point in points()
+        for point in points(section)
         for recipe in (plain, fast)
     }
-    begin(folder, "growth", batches=batches, recipes=(plain, fast), axes=AXES, middle=MIDDLE)
-    interleaved(entries, folder, repetitions=repetitions, batches=batches)
+    axes, middle = varied(section)
+    begin(folder, "growth", batches=batches, recipes=(plain, fast), axes=axes, middle=middle)
+    interleaved(entries, folder, repetitions=repetitions, batches=batches, deadline=deadline, after_each=after_each)
 
 
 def table(folder: Path) -> str:

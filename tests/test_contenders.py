@@ -19,8 +19,8 @@ from composer_speedups.tasks import build_model, build_task
 
 def _all_entries() -> dict[str, harness.Entry]:
     found = {f"{hardware}: {name}": e for hardware, some in peers.ENTRIES.items() for name, e in some.items()}
-    for point in growth.points():
-        for hardware, recipes in growth._RECIPES.items():
+    for hardware, recipes in growth._RECIPES.items():
+        for point in growth.points(hardware):
             for recipe in recipes:
                 found[f"{hardware}: growth {point} {recipe}"] = harness.Entry("ours", recipe, growth.overrides(point))
     return found | {f"compiling: {name}": entry for name, entry in compiling._entries("/nowhere").items()}

@@ -70,6 +70,25 @@ def test_a_part_has_its_share_of_the_time_and_the_last_one_all(
     assert given == pytest.approx(parts) and list(given) == list(parts)
 
 
+def test_growth_ends_with_its_time_and_packs_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def interleaved(entries: Any, folder: Path, *, batches: int, deadline: float, after_each: Any, **_: Any) -> None:
+        after_each()
+        asked.append((len(entries), folder.name, batches, deadline - gpu.time.monotonic()))
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(gpu.growth, "interleaved", interleaved)
+    for section in ("cpu", "cuda"):
+        monkeypatch.setattr(gpu.growth, "suite_section", lambda section=section: section)
+        out = tmp_path / section
+        assert gpu.main(["--parts", "growth", "--minutes", "2", "--batches", "150", "--out", str(out)]) == 0
+        assert (tmp_path / "out" / f"{section}.tgz").exists()
+    assert [found[:3] for found in asked] == [(28, "growth", 20)] * 2
+    assert all(85 < left <= 90 for *_, left in asked)
+
+
 def test_each_part_about_quality_trains_what_it_is_called_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
