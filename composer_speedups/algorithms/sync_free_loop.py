@@ -14,7 +14,8 @@ its own); the training is the same, a NaN is noticed one step later.
 
 **When it pays.** Where steps are short: small models, small batches, many small kernels; most together with
 `FusedAdamW`, whose step asks for nothing either. Large batches hide it. The copy that Composer makes of every
-microbatch for the train metrics is left out where there are no train metrics.
+microbatch for the train metrics is left out where there are none; where there are, Composer 0.32 takes them of the
+outputs that the step has made, and no second pass is left to take away.
 
 **Needs.** CUDA: on a CPU nothing runs ahead of the host. Composer 0.32's `Trainer`, whose functions it
 recognises by name. Several ranks agree on their counts over Gloo, host to host, instead of over NCCL. Loss
