@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ from composer_speedups.measure import Measurement, peak_memory, reset_peak_memor
 from composer_speedups.optimizers import split_off_no_decay
 from composer_speedups.packing import count_on_host, hand_over
 from composer_speedups.recipes import Recipe
+from composer_speedups.results import Progress
 from composer_speedups.speedup import Stage, algorithm_passes
 from composer_speedups.tasks import build_model, build_task
 
@@ -135,19 +137,33 @@ def _loader(task: Any, job: Job) -> Any:
     )
 
 
-def _ours(job: Job) -> Result:
-    """This package, as `composer-speedups train` runs it."""
+def _ours(job: Job, kernels: str | None = None) -> Result:
+    """This package, as `composer-speedups train` runs it; with `kernels`, its C code is compiled into that folder."""
+    from composer_speedups.kernels import native
     from composer_speedups.training import run
 
     if any(algorithm.slot == "batches" for algorithm in job.recipe.algorithms()):
         raise ValueError(f"{job.recipe.name} makes batches of its own: nobody else can do the same ones")
     short = job.recipe.model_copy(update={"duration": f"{job.steps}ba", "evaluate": False})
+    folder = native._folder if kernels is None else lambda: Path(kernels)
+    if kernels is not None:
+        Path(kernels).mkdir(exist_ok=True)
+    began, started = time.perf_counter(), []
+
+    def report(progress: Progress) -> None:
+        if progress.phase == "train" and progress.step and not started:
+            started.append(time.perf_counter() - began)
+
     # A study leaves out what Composer does between two batches, as it may evaluate there. Here it does not, and the
     # others' steps are counted from end to end.
-    with patch.multiple(Measurement, before_dataloader=Callback.before_dataloader, epoch_start=Callback.epoch_start):
-        result = run(short, seed=job.seed)
+    with (
+        patch.multiple(Measurement, before_dataloader=Callback.before_dataloader, epoch_start=Callback.epoch_start),
+        patch.object(native, "_folder", folder),
+    ):
+        result = run(short, seed=job.seed, report=report)
     return {
         "seconds": result.step_seconds,
+        "start_seconds": started[0] if started else None,  # until the first step is over, with what is compiled for it
         "losses": result.losses,
         "compile_seconds": result.compile_seconds,
         "peak_memory_bytes": result.peak_memory_bytes,

@@ -40,7 +40,7 @@ PARTS: dict[str, tuple[Part, int, int]] = {
     "verdicts": (verdicts, 6, 48),  # studies, steps of a run
     "grouping": (grouping, 5, 500),  # seeds, steps of a run
 }
-_NAMED = ("peers", "profiles", "launches")  # of which some can be chosen by their names
+_NAMED = ("peers", "profiles", "launches", "compiling")  # of which some can be chosen by their names
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: peers)")
     parser.add_argument("--repetitions", type=int, help="runs of each entry (default: the part's)")
     parser.add_argument("--batches", type=int, help="that count (default: the part's)")
-    parser.add_argument("--only", nargs="*", default=(), help="peers, profiles, launches: parts of the names")
+    parser.add_argument("--only", nargs="*", default=(), help=f"{', '.join(_NAMED)}: parts of the names")
     parser.add_argument(
         "--set", nargs="*", default=(), metavar="KEY=VALUE", help="peers: changes to the recipe of every entry"
     )
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"{unknown[0]}: no such part. There are: {', '.join(PARTS)}")
     if options.only and (len(parts) > 1 or parts[0] not in _NAMED):
-        parser.error("--only is for peers, profiles or launches alone")
+        parser.error(f"--only is for {', '.join(_NAMED[:-1])} or {_NAMED[-1]} alone")
     if parts != ["peers"] and options.set:
         parser.error("--set is for peers alone")
     if options.out and len(parts) > 1:

@@ -63,7 +63,7 @@ def test_what_was_measured_before_it_was_stopped_has_a_table(
 ) -> None:
     source = ROOT / "benchmarks" / "results" / "2026-11-22_cpu_compiling_3"
 
-    def measure(folder: Path, repetitions: int, batches: int) -> None:
+    def measure(folder: Path, repetitions: int, batches: int, only: tuple[str, ...]) -> None:
         harness.begin(folder, **MEASURED[source.name])
         lines = (source / "rows.jsonl").read_text().splitlines(keepends=True)
         (folder / "rows.jsonl").write_text("".join(lines[: repetitions * 7 + 2]) + lines[-1][:50])  # killed in a line
@@ -148,3 +148,11 @@ def test_grouping_takes_transformers_own_order_and_is_told_by_seed(tmp_path: Pat
         ["b", "2", "0.805 [0.800, 0.810]", "3.1", "0.300 [0.300, 0.300]", "0.020", "unstable"],
         ["c", "0", "", "", "", "", "failed: x"],
     ]
+
+
+def test_of_compiling_some_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(compiling, "interleaved", lambda entries, *_, **__: asked.append(list(entries)))
+    assert run.main(["compiling", "--only", "in C", "not compiled", "--repetitions", "2", "--out", str(tmp_path)]) == 0
+    fast = compiling._FASTEST[compiling._recipe()]
+    assert asked == [["not compiled", f"{fast}, kernels in C, cold", f"{fast}, kernels in C, warm"]] * 2
