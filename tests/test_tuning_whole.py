@@ -8,6 +8,7 @@ import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tuning_fakes as fakes
@@ -18,7 +19,7 @@ from composer_speedups.recipes import load_recipe
 from composer_speedups.tuning.rate_search import RateSearch
 from composer_speedups.tuning.settings import Settings
 from composer_speedups.tuning.tune import record_path, tune
-from composer_speedups.tuning.whole import Trained, is_between, lowest, walk
+from composer_speedups.tuning.whole import Trained, lowest, walk
 
 OWN = 2 * fakes.SAMPLES
 
@@ -43,14 +44,14 @@ def test_a_walk_ends_beside_the_lowest_loss(start: float):
     tried = walk(law, start, 4)
     best = lowest(tried)
     assert best is not None and abs(math.log2(best.rate / 1e-4)) <= 0.51 and len({one.rate for one in tried}) <= 4
-    assert tried[0].rate == start and is_between(best.rate, tried)
+    rates = [one.rate for one in tried]
+    assert rates[0] == start and min(rates) < best.rate < max(rates)
 
 
 def test_a_walk_costs_no_more_than_it_may():
     assert [one.rate for one in walk(law, 6.4e-3, 2)] == [6.4e-3, 3.2e-3]
     assert [one.rate for one in walk(law, 6.4e-3, 4)] == [6.4e-3, 3.2e-3, 1.6e-3, 8e-4]
     assert [one.rate for one in walk(law, 1.25e-5, 4)] == [1.25e-5, 6.25e-6, 2.5e-5, 5e-5]
-    assert not is_between(8e-4, walk(law, 6.4e-3, 4))
 
 
 def test_a_walk_leaves_what_diverged_behind():
@@ -176,6 +177,21 @@ def test_one_that_ended_well_counts_though_the_next_did_not(tmp_path: Path, monk
     result, text = search(tmp_path / "y.yaml", "learning_rate=1e-4", samples=10**6, trials=1)
     assert result.recipe is not None and result.recipe.learning_rate == 1e-4 and "did not end well" in text
     assert "evaluation loss of 2 whole trainings, one of each (higher ones may be better still)" in text
+
+
+def test_one_training_is_compared_with_none_and_which_side_may_be_better_is_no_guess():
+    def judged(*tried: Trained) -> tuple[float, str]:
+        return RateSearch._judge(SimpleNamespace(rule=1e-4), list(tried), lowest(tried))
+
+    late = Trained(4e-4, broken="timeout")
+    rate, why = judged(Trained(8e-4, 0.5), late)
+    assert rate == 8e-4 and "compared with none (lower or higher ones may be better still)" in why
+    assert judged(Trained(8e-4, 0.5), Trained(4e-4, 0.4), Trained(2e-4, broken="x"))[1].endswith(
+        "(lower ones may be better still)"
+    )
+    assert judged(Trained(2e-4, 0.4), late, Trained(1e-3, 0.6), Trained(1e-5, 0.6))[1].endswith(
+        "3 whole trainings, one of each"
+    )
 
 
 def test_no_rate_is_taken_with_which_every_training_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -186,13 +186,16 @@ class RateSearch:
 
     def _judge(self, tried: list[wholes.Trained], lowest: wholes.Trained) -> tuple[float, str]:
         """The rate with the lowest loss, if more than a margin speaks for it, and else the rule's; and why."""
-        margin, count = Margins().loss_floor, sum(not one.broken for one in tried)
+        margin, told = Margins().loss_floor, [one.rate for one in tried if not one.broken]
+        count = len(told)
         if lowest.rate != self.rule and any(t.rate == self.rule and t.loss - lowest.loss <= margin for t in tried):
             return self.rule, f"no whole training of {count} had an evaluation loss lower by over {margin:g}"
         why = f"lowest evaluation loss of {count} whole trainings, one of each"
-        if not wholes.is_between(lowest.rate, tried):
-            side = "lower" if lowest.rate == min(one.rate for one in tried) else "higher"
-            why += f" ({side} ones may be better still)"
+        if count == 1:
+            why = "the only rate with a whole training that ended well, so that it was compared with none"
+        sides = [word for word, end in (("lower", min(told)), ("higher", max(told))) if lowest.rate == end]
+        if sides:
+            why += f" ({' or '.join(sides)} ones may be better still)"
         return lowest.rate, why
 
     def _once(self, kind: str, rate: float, samples: int) -> dict[str, Any]:

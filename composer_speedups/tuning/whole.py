@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from composer_speedups.tuning.rate import rounded
 
-__all__ = ["MOST_TRAININGS", "Trained", "affordable", "is_between", "lowest", "walk"]
+__all__ = ["MOST_TRAININGS", "Trained", "affordable", "lowest", "walk"]
 
 MOST_TRAININGS = 4  # from a rate that is four times too high to one that is too low
 _LEAST_TRAININGS = 2  # one by itself is compared with nothing
@@ -67,9 +67,3 @@ def lowest(tried: Sequence[Trained]) -> Trained | None:
     """The training with the lowest loss; None if none ended well."""
     best = min(tried, key=lambda one: one.loss)
     return None if math.isinf(best.loss) else best
-
-
-def is_between(rate: float, tried: Sequence[Trained]) -> bool:
-    """Whether both a lower rate and a higher one were tried, and told something."""
-    told = [one.rate for one in tried if not one.broken]
-    return min(told) < rate < max(told)
