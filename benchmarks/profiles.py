@@ -293,7 +293,35 @@ def table(folder: Path) -> str:
         f"{found.conditions['batches']} steps under PyTorch's profiler."
     )
     failed = [f"{row['entry']}: {row['reason']}" for row in found.rows if row["status"] != "ok"]
+    _picture(folder, [row for row in rows if row["activities"]])
     return markdown(folder, heading, ["", *(row["entry"] for row in rows)], body, failed)
+
+
+def _picture(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write `plot.png` if it is not there yet: of each entry a bar of what the GPU does in a step, by kind of work."""
+    if not rows or (folder / "plot.png").exists():
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names, reached = [row["entry"] for row in rows], [0.0] * len(rows)
+    readable = 0.035 * max(1e3 * sum(row["kinds"].values()) for row in rows)  # as long as its number is wide
+    figure, axes = pyplot.subplots(figsize=(9, 0.7 * len(rows) + 1.6))
+    for kind in (kind for kind in KINDS if any(kind in row["kinds"] for row in rows)):
+        taken = [1e3 * row["kinds"].get(kind, 0.0) for row in rows]
+        bars = axes.barh(names, taken, left=reached, label=kind)
+        labels = [f"{value:.1f}" if value > readable else "" for value in taken]
+        axes.bar_label(bars, labels, label_type="center", color="white", fontsize=8)
+        reached = [a + b for a, b in zip(reached, taken, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds of a step, of the GPU's kernels")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(ncols=5, loc="upper center", frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 0.82))
+    figure.savefig(folder / "plot.png", dpi=120)
+    pyplot.close(figure)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -131,8 +133,32 @@ def test_steps_of_a_training_are_looked_at(device: str, tmp_path: Path, monkeypa
         if device == "cuda":
             assert row["kinds"]["products"] > 0 and row["busy_seconds"] > 0
     table = (tmp_path / "table.md").read_text()
-    assert ("the GPU is busy" in table) == torch.cuda.is_available()
+    assert ("the GPU is busy" in table) == torch.cuda.is_available() == (tmp_path / "plot.png").exists()
     assert "| a step | " in table and "broken: " in table
+
+
+def test_the_picture_has_all_of_a_step_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bars end where the kernels' milliseconds end; and one that is there stays."""
+    from matplotlib.axes import Axes
+
+    source = harness.RESULTS / "2026-11-27_h200_profiles"
+    for name in ("rows.jsonl", "environment.json", "conditions.json"):
+        shutil.copy(source / name, tmp_path)
+    drawn: list[tuple[str, list[float]]] = []
+    real = Axes.barh
+
+    def barh(self, names, taken, left, label):
+        drawn.append((label, [a + b for a, b in zip(left, taken, strict=True)]))
+        return real(self, names, taken, left=left, label=label)
+
+    monkeypatch.setattr(Axes, "barh", barh)
+    table = profiles.table(tmp_path)
+    rows = harness.read(tmp_path).rows
+    assert drawn[-1][1] == pytest.approx([1e3 * sum(row["kinds"].values()) for row in rows])
+    assert [f"- {kind}" for kind, _ in drawn] == re.findall(r"^\| (- [^|]*?) \|", table, re.MULTILINE)
+    before = (tmp_path / "plot.png").read_bytes()
+    profiles.table(tmp_path)
+    assert (tmp_path / "plot.png").read_bytes() == before and len(before) > 10_000
 
 
 def test_windows_do_not_overlap() -> None:
