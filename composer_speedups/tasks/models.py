@@ -315,6 +315,8 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
     width = getattr(config, "hidden_size", None)
     for name, value in spec.config.items():
         _override(config, name, value)
+    if "layer_types" not in spec.config:
+        _fit_layer_types(config)
     if getattr(config, "pooler_hidden_size", None) == width and "pooler_hidden_size" not in spec.config:
         config.pooler_hidden_size = getattr(config, "hidden_size", None)  # DeBERTa's has a number of its own for it
     if task.tokenizer is not None and getattr(config, "pad_token_id", None) is None:
@@ -336,6 +338,17 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
         config.label2id = {name: i for i, name in enumerate(task.label_names)}
         config.problem_type = "single_label_classification"
     return config
+
+
+def _fit_layer_types(config: PretrainedConfig) -> None:
+    """Let there be a kind for each layer, in the pattern that there is: ModernBERT's, which transformers 5 writes down.
+
+    It builds a model of another number of layers, and then refuses to save it.
+    """
+    kinds, layers = getattr(config, "layer_types", None), getattr(config, "num_hidden_layers", None)
+    if kinds and layers is not None and len(kinds) != layers:
+        period = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
+        config.layer_types = [kinds[i % period] for i in range(layers)]
 
 
 def positions(config: PretrainedConfig) -> int | None:

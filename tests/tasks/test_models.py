@@ -233,6 +233,19 @@ def test_an_mlm_checkpoint_serves_classification(tmp_path: Path):
     assert torch.equal(classifier.state_dict()[key], model.state_dict()[key])
 
 
+@pytest.mark.parametrize("layers", [1, 5, 25])
+def test_a_modernbert_of_other_depth_is_saved_and_loaded(tmp_path: Path, layers: int):
+    """transformers 5 writes down a kind for each layer, and saves none whose kinds are of another number."""
+    config = TINY | {"num_hidden_layers": layers}
+    model, task = built(ModelSpec(name="answerdotai/ModernBERT-base", pretrained=False, config=config))
+    model.eval().save_pretrained(tmp_path / "m")
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
+    batch = task.collate_train([task.train[i] for i in range(2)])
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
+    if (kinds := getattr(again.config, "layer_types", None)) is not None:
+        assert kinds == ["sliding_attention" if i % 3 else "full_attention" for i in range(layers)]
+
+
 def classifier(folder: Path, names: list[str], family: str = "bert-base-uncased") -> torch.nn.Module:
     """A folder with a classifier of such classes, in that order."""
     model, task = built(ModelSpec(name=family, pretrained=False, config=TINY), dummy(num_labels=len(names)))
