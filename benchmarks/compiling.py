@@ -24,8 +24,9 @@ _SIZES = (f"model.config.num_hidden_layers={_LAYERS}", f"batch_size={_BATCH}")
 
 
 def measure(folder: Path, repetitions: int, batches: int, only: tuple[str, ...] = ()) -> None:
-    """`only`: names of entries, or parts of names."""
+    """`only`: names of entries, or parts of names. What is warm needs what was cold before it."""
     chosen = named(only, _entries("")) if only else list(_entries(""))
+    chosen += [name.removesuffix("warm") + "cold" for name in chosen if name.endswith(", warm")]
     begin(folder, "compiling", recipe=_recipe(), layers=_LAYERS, batch=_BATCH)
     for repetition in range(repetitions):
         with tempfile.TemporaryDirectory() as cache:

@@ -156,3 +156,5 @@ def test_of_compiling_some_can_be_chosen(tmp_path: Path, monkeypatch: pytest.Mon
     assert run.main(["compiling", "--only", "in C", "not compiled", "--repetitions", "2", "--out", str(tmp_path)]) == 0
     fast = compiling._FASTEST[compiling._recipe()]
     assert asked == [["not compiled", f"{fast}, kernels in C, cold", f"{fast}, kernels in C, warm"]] * 2
+    compiling.measure(tmp_path, 1, 2, only=("block, warm",))
+    assert asked[2:] == [["block, cold", "block, warm"]], "nothing is warm without what was cold before it"

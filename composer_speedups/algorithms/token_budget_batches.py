@@ -8,12 +8,12 @@ allows.
 **Numerics.** Each sample comes exactly once an epoch, in random order, and weighs the same: the gradient of a
 step with n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not
 lose weight to long ones (the logged loss stays the batch's mean). With one label a token, as in MLM, the loss
-is a mean over tokens, and tokens weigh the same: a rank's batch is scaled by its real tokens over their mean
-number, mostly a few percent from 1, and Composer's weighting of ranks and microbatches by samples is undone, so
-that microbatches make exactly the batch's mean. It is exact where labels are in proportion to tokens, as MLM's are
-up to rounding. Such labels are recognised as integers under the batch's `labels`, in the shape of its `input_ids`
-or `attention_mask`, or in two dimensions where it has neither; where your model's have another name, or a place in
-a tuple, ask for `weighting="batch"`, which leaves all batches alike, as Composer would.
+is a mean over tokens, and tokens weigh the same: a rank's batch is scaled by its real tokens, as the dataset tells
+them, over their mean number, and Composer's weighting of ranks and microbatches by samples is undone: microbatches
+make exactly the batch's mean. It is exact where labels are in proportion to tokens, and with [CLS] and [SEP], which
+have none, a few percent less so where samples are short. Such labels are recognised as integers under the batch's
+`labels`, in the shape of its `input_ids` or `attention_mask`, or in two dimensions where it has neither; where your
+model's have another name, or a place in a tuple, ask for `weighting="batch"`, as Composer would weigh.
 
 **When it pays.** Together with `Unpadding`, on one rank to even out memory, on several to even out time. On
 padded models use `LengthGroupedBatches`.
@@ -61,7 +61,7 @@ def apply_token_budget_batches(
     """A DataLoader like `dataloader` whose batches hold about `tokens_per_batch` real tokens each.
 
     `loader.batch_sampler.set_epoch(epoch)` chooses the epoch's order. To weigh samples alike in a loop of your own,
-    scale the loss of a step by its number of samples over their mean number.
+    scale a step's loss by its number of samples over their mean number; with a label a token by that of real tokens.
 
     Args:
         dataloader: with `batch_size`; its dataset, collator and workers are kept.
@@ -105,7 +105,7 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
 
     Args:
         tokens_per_batch: real tokens on each rank; None takes the loader's `batch_size` times the mean length.
-        weighting: `"sample"`: every sample of an epoch weighs the same; `"batch"`: every batch.
+        weighting: `"sample"`: every sample weighs the same, or with a label a token each token; `"batch"`: every batch.
         multiple_of: padding is cut to a width that is a multiple of this.
 
     >>> TokenBudgetBatches(4096)
@@ -146,8 +146,8 @@ class TokenBudgetBatches(KeepsPlan, SpeedUp):
         if event is Event.FIT_START:
             if self.weighting == "sample" and trainer_weighs_tokens():
                 raise ConflictError(
-                    "token_budget_batches weighs all samples alike, and the Trainer's "
-                    "accumulate_train_batch_on_tokens=True all tokens. Leave that out, or set weighting='batch'"
+                    "token_budget_batches weighs all samples alike, or all tokens, and the Trainer's "
+                    "accumulate_train_batch_on_tokens=True weighs again. Leave that out, or set weighting='batch'"
                 )
             if any(isinstance(a, SeqLengthWarmup) for a in state.algorithms):
                 raise ConflictError(

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["fit_head"]
 
 _NAMELESS = re.compile(r"LABEL_(\d+)")  # transformers' word for a class that nobody named
+_WHOLE = re.compile(r"(-?\d+)\.0+")  # what `files` takes for the class 1, and once did not
 
 
 def fit_head(
-    model: PreTrainedModel, before: Mapping[int, str], names: Sequence[str], new: Collection[str]
+    model: PreTrainedModel, before: Mapping[int | str, object], names: Sequence[str], new: Collection[str]
 ) -> str | None:
     """Let the head's outputs be the classes `names`, in that order; return what its user should know.
 
@@ -48,25 +49,47 @@ def fit_head(
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module.out_features == len(names) and not name.startswith(body)
     ]
-    had, have = [before[i].casefold() for i in sorted(before)], [name.casefold() for name in names]
-    if not outputs or f"{outputs[-1][0]}.weight" in new or len(had) != len(have) or had == have:
+    had = [str(before[number]) for number in sorted(before, key=int)]
+    if not outputs or f"{outputs[-1][0]}.weight" in new or len(had) != len(names):
         return None
     layer = outputs[-1][1]
     parameters = [p for p in (layer.weight, layer.bias) if p is not None]
-    if sorted(had) == sorted(have) and len(set(had)) == len(had):
+    if (places := _places(had, names)) is not None:
         with torch.no_grad():
             for p in parameters:
-                p.copy_(p[[had.index(name) for name in have]].clone())
+                p.copy_(p[places].clone())
         return None
-    if all(_NAMELESS.fullmatch(before[i]) for i in before):
-        if have == [str(i) for i in range(len(have))]:
-            return None
+    if all(_NAMELESS.fullmatch(name) for name in had):
         return f"the classes of its head have no names: they are taken for {_listed(names)}, in this order"
     torch.nn.init.normal_(layer.weight, std=getattr(model.config, "initializer_range", 0.02))
     if layer.bias is not None:
         torch.nn.init.zeros_(layer.bias)
-    others = _listed([before[i] for i in sorted(before)])
-    return f"its head was trained for {others}: for {_listed(names)} the output layer begins at random weights"
+    return (
+        f"its head was trained for {_listed(had)}: for {_listed(names)} the output layer begins at random weights. If "
+        "these are the same, call them alike: in the data, or in id2label of its config.json"
+    )
+
+
+def _places(had: Sequence[str], names: Sequence[str]) -> list[int] | None:
+    """Where each of `names` stands among `had`, if these are the same: by letter, else in another case, or as a number.
+
+    >>> _places(["us", "US"], ["US", "us"]), _places(["Pos", "neg"], ["neg", "pos"])
+    ([1, 0], [1, 0])
+    >>> _places(["LABEL_1", "LABEL_0"], ["0", "1"]), _places(["0.0", "1.0"], ["0", "1"])
+    ([1, 0], [0, 1])
+    >>> _places(["a", "b"], ["a", "c"])
+    """
+    for form in (str, str.casefold, _number):
+        known, wanted = [form(name) for name in had], [form(name) for name in names]
+        if sorted(known) == sorted(wanted) and len(set(known)) == len(known):
+            return [known.index(name) for name in wanted]
+    return None
+
+
+def _number(name: str) -> str:
+    """The number that a nameless class has, or that a table has written as 1.0; else the name itself."""
+    found = _NAMELESS.fullmatch(name) or _WHOLE.fullmatch(name)
+    return found[1] if found else name
 
 
 def _listed(names: Sequence[str]) -> str:

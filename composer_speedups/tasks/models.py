@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import TaskError, is_out_of_memory
-from composer_speedups.tasks import hub
+from composer_speedups.tasks import hub, tokenizer_files
 from composer_speedups.tasks.encoders import check_encoder, check_first_batch
 from composer_speedups.tasks.spec import ModelSpec
 
@@ -40,10 +41,6 @@ __all__ = [
 log = logging.getLogger("composer_speedups")
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-_TOKENIZERS = (
-    *("tokenizer.json", "vocab.txt", "vocab.json"),
-    *("spm.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),  # DeBERTa-v3; ALBERT, XLNet; XLM-R
-)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Sizes grow by this: tensor cores want matrices whose sides are multiples of 8 in 16-bit types.
 _VOCABULARY_MULTIPLE = 8
@@ -169,12 +166,14 @@ def _from_folder(spec: ModelSpec, folder: Path) -> Source:
             f"model folder {spec.name!r} has no weights ({_WEIGHTS[0]}): add them, or set model.pretrained: false"
         )
     pretrained = weights and spec.pretrained is not False
-    tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    tokenizer, lack = tokenizer_files.found(lambda name: (folder / name).is_file())
     if pretrained and not tokenizer:
         raise TaskError(
-            f"model folder {spec.name!r} has weights but no tokenizer ({', '.join(_TOKENIZERS[:2])}): add the "
-            "one that the weights were trained with, or set model.pretrained: false"
+            f"model folder {spec.name!r} has weights but no tokenizer ({', '.join(tokenizer_files.PLAIN[:2])}): add "
+            "the one that the weights were trained with, or set model.pretrained: false"
         )
+    if lack is not None:
+        raise TaskError(f"model folder {spec.name!r} has a SentencePiece tokenizer, which cannot be read here: {lack}")
     note = None
     if spec.pretrained == "auto" and not weights:
         note = f"model folder {spec.name!r} has no weights: training starts from random ones"
@@ -198,12 +197,16 @@ def _is_folder(source: Source) -> bool:
 
 
 def _from_hub(spec: ModelSpec, is_known: bool, progress: Callable[[str], None] | None) -> Source:
-    wants_weights = spec.pretrained is not False
+    wants_weights, unread = spec.pretrained is not False, None
     for name in (spec.name, *(f"{owner}/{spec.name}" for owner in _OWNERS if f"{owner}/{spec.name}" in KNOWN)):
-        parts = [("config.json",), _TOKENIZERS, *([_WEIGHTS] if wants_weights else [])]
+        parts = [("config.json",), tokenizer_files.ANY, *([_WEIGHTS] if wants_weights else [])]
         if all(any(hub.cached_file(name, file) for file in part) for part in parts):
-            return Source(spec.name, name, wants_weights, True, local_only=True)  # no need to ask anybody
+            _, unread = tokenizer_files.found(partial(hub.cached_file, name))
+            if unread is None:
+                return Source(spec.name, name, wants_weights, True, local_only=True)  # no need to ask anybody
     why = hub.unreachable()
+    if why is not None and unread is not None:
+        why = f"its SentencePiece tokenizer, which is in the cache, cannot be read: {unread}"
     if why is None:
         if progress is not None:
             progress(f"fetching {spec.name} from the Hugging Face hub")
@@ -261,6 +264,8 @@ def _load(source: Source, loader: Callable[..., Any], beside: str = "", **kwargs
         hint = "check the name, or give the path of a local model folder"
         if _is_folder(source):
             hint = f"check {source.location}/config.json{beside}"
+        if "sentencepiece" in str(error).lower() and (lack := tokenizer_files.lack()) is not None:
+            hint = lack
         if "trust_remote_code" in str(error):
             hint = "it needs code from the hub, which is never run here: choose another model"
         raise TaskError(f"model {source.name!r} cannot be loaded ({_first_line(error)}): {hint}") from error

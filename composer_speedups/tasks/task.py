@@ -205,7 +205,7 @@ def _tokenised(spec: TaskSpec, source: models.Source, tokenizer: PreTrainedToken
         _About(texts.label_names, notes).save(folder)
 
     key = {
-        "texts": raw.key, "max_length": spec.max_length, "checks": _CHECKS,
+        "texts": raw.key, "max_length": spec.max_length, "checks": _CHECKS, "own_tokenizer": not source.tokenizer,
         "tokenizer": digest({"json": tokenizer.backend_tokenizer.to_str(), **_version("tokenizers")}),
     }  # fmt: skip
     return cached("tokens", key, build, raw.say)

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -23,8 +21,9 @@ __all__ = ["SPECIAL_TOKENS", "load", "train"]
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
 }  # fmt: skip
-# Rarer letters become [UNK]. Box-drawing in sympy's docstrings alone is a hundred; Chinese has thousands, of which the
-# texts' most frequent are taken until no more than so many of their letters are others.
+# Rarer letters become [UNK]: box-drawing in sympy's docstrings alone is a hundred. Chinese has thousands, of which the
+# most frequent are taken until of the texts' letters no more than so many are others, or half the vocabulary is full of
+# letters: the rest is for words.
 _LETTERS, _COVERED = 512, 0.9995
 _PREFIX = "##"
 
@@ -34,10 +33,10 @@ def train(texts: Sequence[str], vocabulary: int, folder: Path) -> None:
     from tokenizers import trainers
 
     specials = list(SPECIAL_TOKENS.values())
-    letters = _letters(texts, (vocabulary - len(specials)) // 2)
+    letters, continuing = _letters(texts, vocabulary)
     # Given as "special", letters get the numbers of their places in the list: see above.
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocabulary, special_tokens=[*specials, *letters, *(_PREFIX + c for c in letters)],
+        vocab_size=vocabulary, special_tokens=[*specials, *letters, *(_PREFIX + c for c in continuing)],
         initial_alphabet=letters, limit_alphabet=len(letters), continuing_subword_prefix=_PREFIX, show_progress=False,
     )  # fmt: skip
     draft = _tokenizer({name: i for i, name in enumerate(specials)})
@@ -71,7 +70,8 @@ def _tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _letters(texts: Sequence[str], room: int) -> list[str]:
+def _letters(texts: Sequence[str], vocabulary: int) -> tuple[list[str], list[str]]:
+    """The letters to know, and those of them that also continue words."""
     from tokenizers import normalizers
 
     normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -79,6 +79,17 @@ def _letters(texts: Sequence[str], room: int) -> list[str]:
     for text in texts:
         count.update(normalizer.normalize_str(text))
     ordered = sorted((c for c in count if not c.isspace()), key=lambda c: (-count[c], c))
-    covered = np.cumsum([count[c] for c in ordered])
-    enough = int(np.searchsorted(covered, _COVERED * covered[-1])) + 1 if ordered else 0
-    return sorted(ordered[: min(max(_LETTERS, enough), room)])
+    letters = ordered[: min(_LETTERS, (vocabulary - len(SPECIAL_TOKENS)) // 2)]
+    continuing = list(letters)
+    missed = sum(count[c] for c in ordered[len(letters) :])
+    for c in ordered[len(letters) :]:
+        # BERT's normalizer makes a word of each ideograph, which nothing continues.
+        alone = normalizer.normalize_str(f"a{c}") != f"a{c}"
+        if missed <= (1 - _COVERED) * sum(count.values()):
+            break
+        if len(letters) + len(continuing) + 2 - alone > vocabulary // 2:
+            break
+        letters.append(c)
+        continuing += [] if alone else [c]
+        missed -= count[c]
+    return sorted(letters), sorted(continuing)

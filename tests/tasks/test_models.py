@@ -305,21 +305,69 @@ def test_a_pretrained_head_for_other_classes_is_not_trained_on(
     assert said in caplog.text and bool(said) == ("its head" in caplog.text)
 
 
-@pytest.mark.parametrize("pretrained", [True, "auto"])
-def test_a_sentencepiece_model_alone_is_a_tokenizer(folder: Path, tmp_path: Path, pretrained):
-    """All that DeBERTa-v3's repositories have: in a folder, and in the hub's cache."""
-    (folder / "spm.model").write_bytes(b"")
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
-        (folder / name).unlink(missing_ok=True)
-    spec = ModelSpec(name=str(folder), pretrained=pretrained)
-    assert models.resolve(spec).tokenizer
-    snapshot = tmp_path / "hub" / "models--microsoft--deberta-v3-xsmall" / "snapshots" / "abc"
+def test_a_heads_classes_may_be_numbers():
+    from composer_speedups.tasks.heads import fit_head
+
+    model, _ = built(ModelSpec(pretrained=False, config=TINY), dummy(num_labels=2))
+    before = model.classifier.weight.detach().clone()
+    assert fit_head(model, {"0": 0, "1": 1}, ["0", "1"], []) is None and torch.equal(model.classifier.weight, before)
+    assert fit_head(model, {0: "LABEL_1", 1: "LABEL_0"}, ["0", "1"], []) is None
+    assert torch.equal(model.classifier.weight, before.flip(0))
+    assert fit_head(model, {0: "us", 1: "US"}, ["US", "us"], []) is None
+    assert torch.equal(model.classifier.weight, before)
+    assert "trained for a, b" in fit_head(model, {0: "a", 1: "b"}, ["US", "us"], [])
+    assert fit_head(model, {0: "a", 1: "b"}, ["US", "us"], ["classifier.weight"]) is None, "it is new anyway"
+
+
+@pytest.fixture
+def deberta(tmp_path: Path) -> Path:
+    """What DeBERTa-v3's repositories have: weights, a configuration, and a SentencePiece model."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path / "deberta"
+    config = TINY | {"pooler_hidden_size": 16}
+    model, _ = built(ModelSpec(name="microsoft/deberta-v3-xsmall", pretrained=False, config=config))
+    model.save_pretrained(folder)
+    (tmp_path / "words.txt").write_text("".join(f"words of number {i} and a few more of them\n" for i in range(300)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "words.txt"), model_prefix=str(folder / "spm"), vocab_size=50, minloglevel=2,
+        pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]",
+        unk_piece="[UNK]",
+    )  # fmt: skip
+    (folder / "spm.vocab").unlink()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "DebertaV2Tokenizer"}')
+    return folder
+
+
+def as_in_the_hubs_cache(folder: Path, hub_cache: Path) -> None:
+    snapshot = hub_cache / "models--microsoft--deberta-v3-xsmall" / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)
     folder.rename(snapshot)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
-    source = models.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall", pretrained=pretrained))
-    assert source.pretrained and source.local_only and source.note is None
+
+
+def test_a_sentencepiece_model_alone_is_a_tokenizer(deberta: Path, tmp_path: Path):
+    spec = ModelSpec(name=str(deberta), pretrained=True)
+    model, task = built(spec, labelled(tmp_path, ["ham", "spam"]))
+    assert not any("[UNK]" in note for note in task.notes), "words that it was trained on"
+    assert torch.isfinite(model(**task.collate_train([task.train[i] for i in range(4)])).loss)
+    as_in_the_hubs_cache(deberta, tmp_path / "hub")
+    for pretrained in (True, "auto"):
+        source = models.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall", pretrained=pretrained))
+        assert source.pretrained and source.tokenizer and source.local_only and source.note is None
+
+
+def test_what_reads_a_sentencepiece_model_is_named(deberta: Path, tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setattr(models.tokenizer_files, "_is_installed", lambda module: module != "sentencepiece")
+    said = "SentencePiece tokenizer, which cannot be read here: pip install sentencepiece"
+    with pytest.raises(TaskError, match=said) as error:
+        models.resolve(ModelSpec(name=str(deberta), pretrained=True))
+    one_line(error)
+    as_in_the_hubs_cache(deberta, tmp_path / "hub")
+    with pytest.raises(TaskError, match="in the cache, cannot be read: pip install sentencepiece") as error:
+        models.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall", pretrained=True))
+    source = models.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall"))
+    assert not source.pretrained and "cannot be read: pip install sentencepiece" in caplog.text
 
 
 def test_a_folder_that_asks_for_code_is_refused(folder: Path):

@@ -58,12 +58,37 @@ def test_stock_transformers_loads_what_was_saved(folder: Path, tmp_path: Path):
     assert stock.model_max_length == 64 and stock.mask_token_id == tokenizer.mask_token_id
 
 
+CHINESE = [chr(0x4E00 + i) for i in range(2000)]
+
+
+def trained(texts: list[str], vocabulary: int, folder: Path) -> dict[str, int]:
+    folder.mkdir()
+    wordpiece.train(texts, vocabulary, folder)
+    found = wordpiece.load(folder / "tokenizer.json", 64).get_vocab()
+    assert len(found) <= vocabulary
+    return found
+
+
 def test_thousands_of_letters_are_known_where_there_is_room(tmp_path: Path):
-    """Chinese: of 2,000 characters, each as frequent as any other, no text may lose more than a few."""
-    characters = [chr(0x4E00 + i) for i in range(2000)]
-    texts = ["".join(characters[(7 * i + j) % 2000] for j in range(50)) for i in range(400)]
-    for vocabulary, known in ((8192, 1999), (2000, 997)):
-        (tmp_path / str(vocabulary)).mkdir()
-        wordpiece.train(texts, vocabulary, tmp_path / str(vocabulary))
-        found = wordpiece.load(tmp_path / str(vocabulary) / "tokenizer.json", 64).get_vocab()
-        assert len(found) <= vocabulary and sum(c in found for c in characters) == known
+    """Of 2,000 characters, each as frequent as any other, no text may lose more than a few."""
+    texts = ["".join(CHINESE[(7 * i + j) % 2000] for j in range(50)) for i in range(400)]
+    found = trained(texts, 8192, tmp_path / "large")
+    assert 1990 <= sum(c in found for c in CHINESE) < 2000 and sum(f"##{c}" in found for c in CHINESE) == 512
+    found = trained(texts, 2000, tmp_path / "small")
+    assert sum(c in found for c in CHINESE) == 512
+
+
+def test_letters_leave_room_for_words(tmp_path: Path):
+    """Beside words of another script thousands of characters must not take what those words need."""
+    syllables = ["ka", "lo", "mi", "tu", "re", "sen"]
+    words = ["".join(syllables[i // 6**k % 6] for k in range(4)) for i in range(1000)]
+    texts = [
+        " ".join(words[(7 * i + j) % 1000] for j in range(40))
+        + "".join(CHINESE[(11 * i + j) % 2000] for j in range(40))
+        for i in range(600)
+    ]
+    found = trained(texts, 3000, tmp_path / "v")
+    assert sum(word in found for word in words) > 900
+    assert 512 < sum(c in found for c in CHINESE) <= 1000
+    kana = ["".join(chr(0x3042 + (i * k) % 80) for k in range(1, 6)) for i in range(50)]
+    assert "##" + kana[0][1] in trained(kana * 3, 400, tmp_path / "kana"), "these continue words"
