@@ -16,7 +16,7 @@ from typing import Any, Literal
 from composer_speedups.errors import TaskError
 from composer_speedups.tasks.texts import Texts
 
-__all__ = ["about_rows", "fingerprint", "read", "sources"]
+__all__ = ["about_rows", "as_class", "fingerprint", "read", "sources"]
 
 Part = Literal["train", "evaluation"]
 # text, label (None where none is asked for), part (None where the data does not say)
@@ -237,12 +237,20 @@ def _table(file: Path, text: str, label: str | None, split: str | None, part: Pa
         yield _as_text(row[text], file, number, "text_column", text), name, part
 
 
+def as_class(label: str) -> str:
+    """The class that a table's label means: pandas writes 1.0 for 1 into a column where one is missing.
+
+    >>> as_class("1.0"), as_class("1.5"), as_class("v1.0")
+    ('1', '1.5', 'v1.0')
+    """
+    whole = _WHOLE.fullmatch(label)
+    return whole[1] if whole else label
+
+
 def _as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
     """What a cell says; empty where it is missing. Python's way to write bytes or a list is nobody's text or label."""
     if type(value) is str:
-        # pandas writes whole numbers as 1.0 into a column where one is missing: that is the class 1.
-        whole = key == "label_column" and file.suffix.lower() in (".csv", ".tsv") and _WHOLE.fullmatch(value)
-        return whole[1] if whole else value
+        return as_class(value) if key == "label_column" and file.suffix.lower() in (".csv", ".tsv") else value
     if value is None or value != value:  # NaN is how pandas writes what is missing
         return ""
     place = f"{str(file)!r} {'row' if file.suffix.lower() == '.parquet' else 'line'} {number}: column {column!r}"
@@ -260,7 +268,7 @@ def _as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
             f"{place} holds a {type(value).__name__}, not {wanted}: write {wanted} there, or name another task.{key}"
         )
     if key == "label_column" and isinstance(value, (float, Decimal)) and value % 1 == 0:
-        return str(int(value))  # as above
+        return str(int(value))  # as `as_class` does
     return str(value)
 
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from composer_speedups.tasks.files import as_class
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["fit_head"]
 
 _NAMELESS = re.compile(r"LABEL_(\d+)")  # transformers' word for a class that nobody named
-_WHOLE = re.compile(r"(-?\d+)\.0+")  # what `files` takes for the class 1, and once did not
 
 
 def fit_head(
@@ -88,8 +89,8 @@ def _places(had: Sequence[str], names: Sequence[str]) -> list[int] | None:
 
 def _number(name: str) -> str:
     """The number that a nameless class has, or that a table has written as 1.0; else the name itself."""
-    found = _NAMELESS.fullmatch(name) or _WHOLE.fullmatch(name)
-    return found[1] if found else name
+    nameless = _NAMELESS.fullmatch(name)
+    return nameless[1] if nameless else as_class(name)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -417,11 +417,9 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
                 task.source, kind.from_pretrained, beside, config=config, output_loading_info=True,
                 ignore_mismatched_sizes=True, **attention,
             )  # fmt: skip
-            _check_loaded(spec, model, loading)
+            new = _check_loaded(spec, model, loading)
             if task.objective == "classification":
-                new = {key[0] if isinstance(key, tuple) else key for key in loading["mismatched_keys"]}
-                before = load_config(task.source).id2label
-                note = fit_head(model, before, task.label_names, new | set(loading["missing_keys"]))
+                note = fit_head(model, load_config(task.source).id2label, task.label_names, new)
                 if note is not None:
                     log.warning("model %s: %s", spec.name, note)
             return model
@@ -440,8 +438,8 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
             ) from error
 
 
-def _check_loaded(spec: ModelSpec, model: PreTrainedModel, loading: dict[str, Any]) -> None:
-    """Raise if weights of the body, beyond its head, were not found in the checkpoint or did not fit."""
+def _check_loaded(spec: ModelSpec, model: PreTrainedModel, loading: dict[str, Any]) -> list[str]:
+    """The weights that were not found in the checkpoint, or did not fit; raise if they are of the body."""
     wrong = [key[0] if isinstance(key, tuple) else key for key in loading["mismatched_keys"]] + [
         key
         for key in loading["missing_keys"]
@@ -458,6 +456,7 @@ def _check_loaded(spec: ModelSpec, model: PreTrainedModel, loading: dict[str, An
             )
             + "model.pretrained=false for random weights"
         )
+    return wrong
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
-__all__ = ["ANY", "PLAIN", "SENTENCEPIECE", "found", "lack"]
+__all__ = ["ANY", "PLAIN", "found", "lack"]
 
 PLAIN = ("tokenizer.json", "vocab.txt", "vocab.json")
 # Of DeBERTa-v3; of ALBERT and XLNet; of XLM-R. They are read by a package that most do without.
-SENTENCEPIECE = ("spm.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
-ANY = (*PLAIN, *SENTENCEPIECE)
+_SENTENCEPIECE = ("spm.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+ANY = (*PLAIN, *_SENTENCEPIECE)
 
 
 def found(is_there: Callable[[str], object]) -> tuple[bool, str | None]:
@@ -21,7 +21,7 @@ def found(is_there: Callable[[str], object]) -> tuple[bool, str | None]:
     """
     if any(map(is_there, PLAIN)):
         return True, None
-    return (True, lack()) if any(map(is_there, SENTENCEPIECE)) else (False, None)
+    return (True, lack()) if any(map(is_there, _SENTENCEPIECE)) else (False, None)
 
 
 def lack() -> str | None:

@@ -22,8 +22,8 @@ SPECIAL_TOKENS = {
     "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
 }  # fmt: skip
 # Rarer letters become [UNK]: box-drawing in sympy's docstrings alone is a hundred. Chinese has thousands, of which the
-# most frequent are taken until of the texts' letters no more than so many are others, or half the vocabulary is full of
-# letters: the rest is for words.
+# most frequent are taken until of the texts' characters no more than so many are others, or half the vocabulary is full
+# of letters: the rest is for words.
 _LETTERS, _COVERED = 512, 0.9995
 _PREFIX = "##"
 
@@ -81,13 +81,12 @@ def _letters(texts: Sequence[str], vocabulary: int) -> tuple[list[str], list[str
     ordered = sorted((c for c in count if not c.isspace()), key=lambda c: (-count[c], c))
     letters = ordered[: min(_LETTERS, (vocabulary - len(SPECIAL_TOKENS)) // 2)]
     continuing = list(letters)
-    missed = sum(count[c] for c in ordered[len(letters) :])
-    for c in ordered[len(letters) :]:
+    rarer = ordered[len(letters) :]
+    missed, allowed = sum(count[c] for c in rarer), (1 - _COVERED) * sum(count.values())
+    for c in rarer:
         # BERT's normalizer makes a word of each ideograph, which nothing continues.
         alone = normalizer.normalize_str(f"a{c}") != f"a{c}"
-        if missed <= (1 - _COVERED) * sum(count.values()):
-            break
-        if len(letters) + len(continuing) + 2 - alone > vocabulary // 2:
+        if missed <= allowed or len(letters) + len(continuing) + 2 - alone > vocabulary // 2:
             break
         letters.append(c)
         continuing += [] if alone else [c]
