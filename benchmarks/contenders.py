@@ -30,9 +30,10 @@ from composer_speedups import registry
 from composer_speedups.compilation import compile_statistics, use_cache
 from composer_speedups.flops import model_flops
 from composer_speedups.holds import Hold
-from composer_speedups.measure import Measurement, peak_memory, reset_peak_memory
+from composer_speedups.measure import Measurement
 from composer_speedups.optimizers import split_off_no_decay
 from composer_speedups.packing import count_on_host, hand_over
+from composer_speedups.peak_memory import PeakMemory
 from composer_speedups.recipes import Recipe
 from composer_speedups.results import Progress
 from composer_speedups.speedup import Stage, algorithm_passes
@@ -87,9 +88,10 @@ class _Meter:
     def __init__(self) -> None:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._marks: list[Any] = []
+        self._peak = PeakMemory(self._device)
 
     def start(self) -> None:
-        reset_peak_memory(self._device)
+        self._peak.start()
         self._marks = []
         self.tick()
 
@@ -100,6 +102,7 @@ class _Meter:
         else:
             mark = time.perf_counter()
         self._marks.append(mark)
+        self._peak.look()
 
     def result(self) -> Result:
         pairs = list(itertools.pairwise(self._marks))
@@ -108,7 +111,7 @@ class _Meter:
             seconds = [one.elapsed_time(other) / 1e3 for one, other in pairs]
         else:
             seconds = [other - one for one, other in pairs]
-        return {"seconds": seconds, "peak_memory_bytes": peak_memory(self._device)}
+        return {"seconds": seconds, "peak_memory_bytes": self._peak.bytes()}
 
 
 def _make(job: Job) -> tuple[Any, torch.nn.Module]:

@@ -10,11 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
+from composer_speedups.surgery import known_code
+
 __all__ = ["cast_together", "linear_weights"]
 
 
 def linear_weights(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
     """The float32 weights of linear layers among `modules`, without those that other modules use, too.
+
+    And without those inside of somebody's own module, which may use them in float32 though autocast is on: by turning
+    it off, as a router does, or by taking norms of them, as an adapter.
 
     >>> tied = torch.nn.Linear(2, 3)
     >>> table = torch.nn.Embedding(3, 2)
@@ -22,10 +27,13 @@ def linear_weights(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Paramete
     >>> len(linear_weights([tied, table])), len(linear_weights([tied]))
     (0, 1)
     """
+    inside = {id(part) for m in modules if not known_code(type(m)) for part in m.modules()}
     # Of subclasses nobody knows what they do with it.
-    linear = {id(m.weight): m.weight for m in modules if type(m) is torch.nn.Linear}
-    others = {id(p) for m in modules if type(m) is not torch.nn.Linear for p in m._parameters.values()}
-    return [w for w in linear.values() if id(w) not in others and w.dtype == torch.float32]
+    linear = [m for m in modules if type(m) is torch.nn.Linear and id(m) not in inside]
+    known = set(map(id, linear))
+    others = {id(p) for m in modules if id(m) not in known for p in m._parameters.values()}
+    weights = {id(m.weight): m.weight for m in linear}
+    return [w for number, w in weights.items() if number not in others and w.dtype == torch.float32]
 
 
 def cast_together(

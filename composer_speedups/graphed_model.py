@@ -8,20 +8,21 @@ import torch
 
 from composer_speedups.families import GRAPHED, has_head
 from composer_speedups.graphs import Total
+from composer_speedups.kept_in_python import PLAIN, Itself
 from composer_speedups.packed_encoder import PackedEncoder
 from composer_speedups.surgery import known_code, stock_forward
 
-__all__ = ["can_be_whole", "read_on_host", "total_of"]
+__all__ = ["can_be_whole", "known_loss", "read_on_host", "total_of"]
 
 _OF_HEADS = ("labels", "start_positions", "end_positions", "next_sentence_label")  # arguments that no encoder is given
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def can_be_whole(model: torch.nn.Module) -> bool:
     """Whether `model` is an unpadded encoder and a head, so that its tokens' total is all that a call's host must know.
 
-    Its modules must be known: numbers that somebody's own keeps in Python would stay what they were when recorded. And
-    none may keep statistics, which recording would change, nor choose tokens by a mask, for which the host waits.
+    Its modules must be known, and its loss: numbers that somebody's own keeps in Python would stay what they were when
+    recorded. And none may keep statistics, which recording would change, nor choose tokens by a mask, for which the
+    host waits.
     """
     encoder = getattr(model, "base_model", None)
     if not isinstance(encoder, PackedEncoder) or encoder is model or encoder.config.model_type not in GRAPHED:
@@ -30,7 +31,13 @@ def can_be_whole(model: torch.nn.Module) -> bool:
     waits = waits or (has_head(model, ("ForPreTraining",)) and encoder.config.model_type == "electra")
     known = all(known_code(type(m)) for m in model.modules())
     statistics = any("running_mean" in m._buffers for m in model.modules())
-    return known and not waits and not statistics and stock_forward(model)
+    return known and not waits and not statistics and stock_forward(model) and known_loss(model)
+
+
+def known_loss(model: torch.nn.Module) -> bool:
+    """Whether nobody gave `model` a loss of theirs, which may compute with numbers that it keeps in Python."""
+    loss = vars(model).get("_loss_function")
+    return loss is None or str(getattr(loss, "__module__", "")).startswith(("transformers.", "composer_speedups."))
 
 
 def total_of(encoder: PackedEncoder, input_ids: Any = None, attention_mask: Any = None, **others: Any) -> Total | None:
@@ -49,25 +56,12 @@ def total_of(encoder: PackedEncoder, input_ids: Any = None, attention_mask: Any 
     return Total(min(most, -(-real // step) * step), step, most, input_ids.shape[1])
 
 
-class _Itself:
-    """An object as a key, by what it is and not by what it equals; it lives as long as the key."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 def read_on_host(model: torch.nn.Module, labels: Any) -> tuple[Any, ...]:
     """What heads and losses read of a model besides tensors: its configuration, and the loss that somebody gave it."""
-    found = {name: x for name, x in vars(model.config).items() if isinstance(x, _PLAIN)}
+    found = {name: x for name, x in vars(model.config).items() if isinstance(x, PLAIN)}
     # transformers writes it down in the first call with labels, and then it stays.
     found["problem_type"] = found.get("problem_type") or _kind_of_problem(model, labels)
-    return *found.items(), _Itself(vars(model).get("_loss_function"))
+    return *found.items(), Itself(vars(model).get("_loss_function"))
 
 
 def _kind_of_problem(model: torch.nn.Module, labels: Any) -> str | None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from numbers import Number
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from composer_speedups.cast_together import cast_together, linear_weights
-from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.errors import SpeedUpUnavailable, is_out_of_memory
 from composer_speedups.fixed_total import FixedTotal, total_fixed
+from composer_speedups.kept_in_python import PLAIN, at_present
 from composer_speedups.read_twice import reading_twice
 from composer_speedups.recording import Memory, Recorded
 from composer_speedups.surgery import hooked, known_code
@@ -27,7 +27,6 @@ __all__ = ["Graphs", "Total", "all_modules", "kernel_by_kernel"]
 _looked_at = 0  # by how many, in this process
 _OUTPUT = object()  # stands for a tensor in what layers return
 _REMEMBERED = 4096  # shapes
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _SHORT = 4096  # numbers of a tensor on the host
 _CHANGED = "frozen, moved, other rates of dropout, or numbers that modules of your own keep"
 _CHANGES = 20  # of the layers after which nothing is recorded any more: a recording costs as much as some steps
@@ -35,7 +34,6 @@ _CHANGES = 20  # of the layers after which nothing is recorded any more: a recor
 # of fewer where a step takes longer.
 _PRICE = 4
 _FLAGS = ("training", "p", "attention_dropout", "dropout_prob")  # of modules
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 @contextmanager
@@ -118,8 +116,8 @@ class Graphs:
     ) -> Any:
         """`forward(*args, **kwargs)`: replayed, recorded if fewer than `limit` shapes are, or called.
 
-        `modules` are all whose parameters it uses; `around`: what else a graph has in it; `steady` takes from an
-        argument what differs from batch to batch and no kernel reads.
+        `modules` are all whose parameters it uses, first the one that has the others in it; `around`: what else a graph
+        has in it; `steady` takes from an argument what differs from batch to batch and no kernel reads.
         """
         recorded_for = tuple(map(steady, args)), {name: steady(x) for name, x in kwargs.items()}
         values, structure = pytree.tree_flatten(recorded_for)
@@ -153,7 +151,8 @@ class Graphs:
 
     def _why_not(self, modules, inputs, parameters) -> str:
         """Why the layers must run kernel by kernel, or ""; moves gradients out of the way."""
-        if any(map(hooked, modules)):
+        # Whoever listens to the first is called before and after what is recorded.
+        if any(map(hooked, modules[1:])):
             return "there is a hook in a layer"
         if not any(x.requires_grad for x in (*inputs, *parameters)):
             return "nothing is trained"
@@ -240,11 +239,14 @@ class Graphs:
         try:
             with torch.autocast("cuda", enabled=False):  # as the backward pass has it
                 recorded = Recorded(function, inputs, parameters, memory)
-        except torch.OutOfMemoryError:
-            self._forget(None)
-            raise
         except RuntimeError as error:
+            with suppress(RuntimeError):  # of a device that does nothing more
+                self._forget(None)  # no graph has the memory now, and PyTorch records nothing else into it
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             what = _first_words(error, handled)
+            if is_out_of_memory(RuntimeError(what)):  # of CUDA's own, beside PyTorch's: in words that Composer knows
+                raise torch.OutOfMemoryError(f"CUDA out of memory while cuda_graphs recorded: {what}") from error
             instead = "Remove it" if total is None else "Use scope='layers', or remove it"
             raise SpeedUpUnavailable(
                 f"cuda_graphs cannot record these layers: {what}. {instead}, and start the process anew"
@@ -298,7 +300,7 @@ def _call_key(around: Hashable, positional: int, names: tuple[str, ...], values,
             arguments.append((x.shape, x.dtype, x.device, x.requires_grad))
         elif isinstance(x, torch.Tensor) and x.numel() <= _SHORT:
             arguments.append((x.shape, x.dtype, tuple(x.flatten().tolist())))
-        elif isinstance(x, _PLAIN):
+        elif isinstance(x, PLAIN):
             arguments.append(x)
         else:
             return None
@@ -313,21 +315,9 @@ def _state(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter])
     # By `__dict__`, as a module takes long to say that it has no such attribute.
     flags = tuple([(type(m), *[m.__dict__.get(name) for name in _FLAGS]) for m in modules])
     # Such as a temperature, or the scale of an adapter: kernels were given them when they were recorded.
-    own = tuple([_frozen(m.__dict__, _OF_EVERY_MODULE) for m in modules if not known_code(type(m))])
+    seen: dict[int, Hashable] = {}
+    own = tuple([at_present(m, seen) for m in modules if not known_code(type(m))])
     return weights, buffers, flags, own
-
-
-def _frozen(value: Any, without: frozenset[str] = frozenset()) -> Hashable:
-    """The numbers and words in `value`, a plain one or a container of such, at present; of others their kind."""
-    if isinstance(value, (*_PLAIN, Number)):
-        return value
-    if isinstance(value, dict):
-        return tuple([(name, _frozen(x)) for name, x in value.items() if name not in without])
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cuda:
-        return value.item()
-    return type(value)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ Lengths stay on the device until the end. Losses are those that Composer has rea
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 
@@ -17,38 +16,15 @@ from composer.core import Callback, State, TimeUnit
 from composer.loggers import Logger
 from composer.utils import dist
 
-from composer_speedups import hardware
+from composer_speedups.algorithms.sync_free_loop import takes_host_tensors
 from composer_speedups.flops import pairs_within
+from composer_speedups.peak_memory import PeakMemory
 from composer_speedups.results import Progress
 
-__all__ = ["Measurement", "peak_memory", "reset_peak_memory"]
+__all__ = ["Measurement"]
 
 _REPORT_EVERY = 0.25  # seconds between two progress reports
 _NAN_PATIENCE = 25  # steps in a row without a finite loss, after which a run is given up
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Start counting the peak anew."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        try:
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")  # resets the high-water mark of the resident set
-        except OSError:
-            pass  # not Linux, or not permitted: the peak since the process began is what there is
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes: the CUDA allocator's peak, or the process's largest resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if (peak := hardware.resident_memory(peak=True)) is not None:
-        return peak
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes here, the others kibibytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Measurement(Callback):
@@ -60,6 +36,9 @@ class Measurement(Callback):
             grows are not counted in the speeds.
         stop_requested: asked after each batch; True ends the training after that batch, in good order.
         reach: how far the model's local attention layers see to either side; None where it has none.
+
+    Attributes:
+        peak: of memory, since the fit began.
     """
 
     def __init__(
@@ -73,6 +52,7 @@ class Measurement(Callback):
         self._compile_seconds = compile_seconds
         self._stop_requested = stop_requested
         self._reach = reach
+        self.peak = PeakMemory(torch.device("cpu"))
         self.losses: list[float] = []
         self.samples: list[int] = []
         self.compiling: list[bool] = []
@@ -94,8 +74,12 @@ class Measurement(Callback):
 
     # ---- events
 
+    def init(self, state: State, logger: Logger) -> None:
+        self.peak = PeakMemory(state.device._device)  # of a run that finds nothing left to train, too
+
     def fit_start(self, state: State, logger: Logger) -> None:
-        reset_peak_memory(state.device._device)
+        self.peak = PeakMemory(state.device._device)
+        self.peak.start()
         self._cuda = state.device._device.type == "cuda"
         self._compiled = self._compile_seconds()
         self._steps = _steps(state)
@@ -142,6 +126,7 @@ class Measurement(Callback):
         now = self._now()
         self._ticks.append((self._mark, now))
         self._mark = now
+        self.peak.look()
         self._step = len(self._ticks)
         loss = float(state.total_loss_dict.get("loss/train/total", math.nan))
         self.losses.append(loss)
@@ -223,7 +208,8 @@ def _on_any_rank(flags: list[bool], state: State) -> list[bool]:
     """Each flag, on all ranks if on any. A rank that stopped alone would leave the others waiting for its gradients."""
     if dist.get_world_size() == 1:
         return flags
-    votes = torch.tensor(flags, dtype=torch.int32, device=state.device._device)
+    # On the host where that can be, as with `SyncFreeLoop`: a vote on the device is read when all kernels are done.
+    votes = torch.tensor(flags, dtype=torch.int32, device="cpu" if takes_host_tensors() else state.device._device)
     dist.all_reduce(votes, reduce_operation="MAX")
     return [bool(vote) for vote in votes.tolist()]
 

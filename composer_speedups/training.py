@@ -38,7 +38,7 @@ from composer_speedups.checkpoints import Checkpoints, all_finite, exclusive
 from composer_speedups.errors import OutOfMemory, RecipeError, SpeedUpUnavailable, TaskError, is_out_of_memory
 from composer_speedups.flops import local_attention, model_flops
 from composer_speedups.loggers import built_loggers
-from composer_speedups.measure import Measurement, peak_memory
+from composer_speedups.measure import Measurement
 from composer_speedups.recipe_schema import count_and_unit
 from composer_speedups.recipes import Recipe
 from composer_speedups.results import Progress, RunResult
@@ -317,7 +317,7 @@ def _result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measuremen
         wallclock_seconds=measurement.fit_seconds,
         train_seconds=measurement.fit_seconds - measurement.eval_seconds,
         compile_seconds=compile_statistics()["compile_seconds"],
-        peak_memory_bytes=peak_memory(state.device._device),
+        peak_memory_bytes=measurement.peak.bytes(),
         finite=all(map(math.isfinite, losses)),
         steps=len(losses),
         padding_share=measurement.padding_share(),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from composer_speedups import checkpoints, hardware, measure, training
+from composer_speedups import checkpoints, measure, training
 from composer_speedups.errors import ConflictError, OutOfMemory, RecipeError, SpeedUpUnavailable, TaskError
 from composer_speedups.flops import local_attention, model_flops, pairs_within
 from composer_speedups.recipes import load_recipe
@@ -80,17 +80,6 @@ def test_steps_include_loading_and_no_checkpoints(tmp_path, monkeypatch) -> None
     assert result.step_seconds[0] >= starting + loading, "an epoch's first batch waits for its loader to start"
     outside = result.wallclock_seconds - sum(result.step_seconds)
     assert outside >= 8 * writing, "checkpoints are no part of a step"
-
-
-@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_peak_memory_without_proc(platform: str, unit: int, monkeypatch) -> None:
-    def missing(*_):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(hardware, "open", missing, raising=False)
-    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=5000))
-    monkeypatch.setattr("sys.platform", platform)
-    assert measure.peak_memory(torch.device("cpu")) == 5000 * unit
 
 
 def test_one_process_makes_no_process_group(monkeypatch) -> None:
@@ -262,6 +251,30 @@ def test_out_of_memory_on_two_ranks(monkeypatch, evaluating: bool, words: str) -
     monkeypatch.setattr(training.dist, "get_world_size", lambda: 2)
     with pytest.raises(OutOfMemory, match=words), training._explained_out_of_memory(tiny(), measurement):
         raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_ranks_vote_on_the_host_where_they_can(monkeypatch) -> None:
+    """On a GPU the vote of a step would be read when all its kernels are done."""
+    state = SimpleNamespace(device=SimpleNamespace(_device=torch.device("meta")))
+    asked: list[str] = []
+
+    def reduce(tensor: torch.Tensor, reduce_operation: str) -> None:
+        asked.append(tensor.device.type)
+        if tensor.device.type == "meta":
+            raise LookupError("read on the device")
+        tensor[1] = 1  # the other rank's
+
+    monkeypatch.setattr(measure.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(measure.dist, "all_reduce", reduce)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(LookupError):
+        measure._on_any_rank([True, False], state)
+    reduce.takes_host_tensors = True  # by SyncFreeLoop
+    assert measure._on_any_rank([True, False], state) == [True, True]
+    del reduce.takes_host_tensors
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    assert measure._on_any_rank([False, False], state) == [False, True]
+    assert asked == ["meta", "cpu", "cpu"]
 
 
 def test_flops_of_bert() -> None:

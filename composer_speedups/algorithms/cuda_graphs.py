@@ -25,16 +25,18 @@ s there).
 **Needs.** CUDA, and a model of BERT's, RoBERTa's, XLM-RoBERTa's, CamemBERT's, ELECTRA's or DistilBERT's layers, or with
 `Unpadding` of ModernBERT's. `scope="model"` needs `Unpadding` and a head of transformers' own, called with arguments by
 name; only its loss has gradients then (asking for those of logits beside it is an error; without labels they have
-theirs), and `MaskedTokenHead` needs a `capacity`. Models with modules of your own, with BatchNorm, for multiple choice,
-and ELECTRA's and ModernBERT's that choose tokens by a mask are left alone. DDP exchanges gradients after the whole
-backward pass, not beside it; not under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`,
-with one of its modes that record graphs, or with `GradientCheckpointing`. A hook inside makes all run kernel by kernel,
-and so do evaluation, a second forward pass before the first one's backward pass, and gradients that somebody keeps
-elsewhere than as a parameter's `grad`. Layers that were moved or frozen, or have another dropout rate, are recorded
-anew, up to twenty times; so are those with a module of your own, or an adapter's, whose numbers and words in Python
-have changed. What else such a module computes with, as Python's random numbers, stays as it was recorded. What a
-forward pass keeps for backward stays allocated between steps, once for all shapes; a shape that is not recorded needs
-as much beside it. A Trainer gives it back when training ends; elsewhere it lives as long as the model.
+theirs), and `MaskedTokenHead` needs a `capacity`. Models with modules or a loss of your own, with BatchNorm, for
+multiple choice, and ELECTRA's and ModernBERT's that choose tokens by a mask are left alone, and so is a model that
+Accelerate has prepared (apply this before). DDP exchanges gradients after the whole backward pass, not beside it; not
+under FSDP. Works with `TorchCompile(scope="block")`, and not with `scope="model"`, with one of its modes that record
+graphs, or with `GradientCheckpointing`. A hook in a layer makes all run kernel by kernel, and so do evaluation, a
+second forward pass before the first one's backward pass, and gradients that somebody keeps elsewhere than as a
+parameter's `grad`. Layers that were moved or frozen, or have another dropout rate, are recorded anew, up to twenty
+times; so are those with a module of your own, or an adapter's, if what it keeps in Python has changed (numbers, words
+and functions, in containers and plain objects, too, and other tensors). What else such a module computes with, as
+Python's random numbers, stays as it was recorded. What a forward pass keeps for backward stays allocated between steps,
+once for all shapes; a shape that is not recorded needs as much beside it. A Trainer gives it back when training ends;
+elsewhere it lives as long as the model.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs and NVIDIA's submissions of BERT to MLPerf.
 """
@@ -56,7 +58,7 @@ from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import GRAPHED, MODERNBERT, layers_of, stack_of
 from composer_speedups.first_request import asked_for_first
-from composer_speedups.graphed_model import can_be_whole, read_on_host, total_of
+from composer_speedups.graphed_model import can_be_whole, known_loss, read_on_host, total_of
 from composer_speedups.graphs import Graphs, all_modules
 from composer_speedups.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage, warn
@@ -228,9 +230,11 @@ class _Whole(_Graphed):
         if graphs is None:
             return super().forward(*args, **kwargs)
         total = None if args else total_of(self.base_model, **kwargs)
-        if total is None:
+        if total is None or not known_loss(self):
             graphs.launched += 1
             graphs.reason = "not called with ids and mask by name, or its batches cannot be packed"
+            if total is not None:
+                graphs.reason = "the model was given a loss that is not transformers'. Use scope='layers'"
             return super().forward(*args, **kwargs)
         if isinstance(number := kwargs.get(_UNREAD), int):  # which a loss reads, and it always differs
             kwargs[_UNREAD] = torch.tensor(number, device=kwargs["input_ids"].device)

@@ -21,6 +21,7 @@ Source: NVIDIA Apex's `data_prefetcher`; "overlap data transfers" in NVIDIA's CU
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,12 +121,18 @@ class _Prefetching(DataLoader):
             yield batch
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all epochs: PyTorch's allocator keeps what was freed for the stream that it was of."""
+    return torch.cuda.Stream(device)
+
+
 class _Sender:
     """Copies batches to `device` on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
         count_on_host(

@@ -220,11 +220,14 @@ def _codes() -> tuple[frozenset[CodeType], CodeType, CodeType]:
     return frozenset(codes[name] for name in _COUNTING), codes[_LOSS], codes["_train_microbatches"]
 
 
+def takes_host_tensors() -> bool:
+    """Whether Composer's `all_reduce`, of ranks that there are, takes tensors on the host."""
+    return getattr(dist.all_reduce, "takes_host_tensors", False) or "gloo" in torch.distributed.get_backend_config()
+
+
 def _reduce_on_the_host() -> None:
     """Let Composer's `all_reduce` and `broadcast` take tensors on the host, where NCCL alone would raise."""
-    if getattr(dist.all_reduce, "takes_host_tensors", False) or not torch.distributed.is_initialized():
-        return
-    if "gloo" in torch.distributed.get_backend_config():
+    if not torch.distributed.is_initialized() or takes_host_tensors():
         return
     hosts = torch.distributed.new_group(backend="gloo") if dist.get_world_size() > 1 else None
     for name in ("all_reduce", "broadcast"):

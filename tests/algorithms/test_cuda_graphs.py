@@ -368,20 +368,30 @@ def test_what_cannot_be_recorded_is_told() -> None:
 
 
 @pytest.mark.gpu
-def test_out_of_memory_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["PyTorch's allocator", "CUDA, when a recording ends"])
+def test_out_of_memory_is_passed_on(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """As Composer and `tune` look for it, to go on with less; what is there is given back, and comes again."""
     model, batch = packed(model_of().cuda()), {k: x.cuda() for k, x in batch_of(1).items()}
     apply_cuda_graphs(model)
     for _ in range(3):
         model(**batch).loss.backward()
 
+    ends = torch.cuda.CUDAGraph.capture_end
+
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def full_in_the_end(graph):
+        ends(graph)
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
 
     large = {k: torch.cat((x, x)) for k, x in batch.items()}
     model(**large).loss.backward()
     with monkeypatch.context() as patch:
-        patch.setattr("composer_speedups.graphs.Recorded", full)
+        if where == "PyTorch's allocator":
+            patch.setattr("composer_speedups.graphs.Recorded", full)
+        else:
+            patch.setattr(torch.cuda.CUDAGraph, "capture_end", full_in_the_end)
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
             model(**large)
     assert graphs_of(model).recorded == 0

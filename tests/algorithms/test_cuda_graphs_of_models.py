@@ -281,12 +281,62 @@ def test_what_is_read_on_the_host_is_looked_at(change: str) -> None:
             more["labels"] = torch.eye(3).repeat(2, 1).cuda()
             model.config.problem_type = "regression"
         results = losses_with(model, changed, **more)
-        assert not graphs or graphs_of(model).replayed >= 3
+        assert not graphs or graphs_of(model).replayed >= (2 if change == "the loss" else 3)
         return results
 
     wanted = found(False)
     assert (wanted[2] - wanted[3]).abs() > 1e-3 * wanted[2].abs(), "the change must be seen"
     assert_close(found(True), wanted, 1e-5)
+
+
+class Annealed:
+    """A loss whose weight a callback changes."""
+
+    def __init__(self, stock) -> None:
+        self.stock, self.weight = stock, 1.0
+
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return self.stock(*args, **kwargs) * self.weight
+
+
+@pytest.mark.gpu
+def test_a_loss_of_ones_own_is_called_in_each_step() -> None:
+    def found(graphs: bool) -> list[torch.Tensor]:
+        model = model_of("ModernBert", "MaskedLM").cuda()
+        apply_unpadding(model)
+        assert not graphs or apply_cuda_graphs(model, scope="model")
+        model.loss_function = loss = Annealed(model.loss_function)
+        results = losses_with(model, lambda _: setattr(loss, "weight", 30.0), head="MaskedLM")
+        if graphs:
+            assert (graphs_of(model).replayed, graphs_of(model).launched) == (0, 6)
+            assert graphs_of(model).reason.startswith("the model was given a loss that is not transformers'")
+        return results
+
+    wanted = found(False)
+    assert wanted[3] / wanted[2] == pytest.approx(30.0, rel=1e-3)
+    assert_close(found(True), wanted, 1e-5)
+    model = model_of("ModernBert", "MaskedLM")
+    apply_unpadding(model)
+    model.loss_function = Annealed(model.loss_function)
+    assert apply_cuda_graphs(model, scope="model") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["layers", "model"])
+def test_who_listens_to_the_model_itself_hears_each_call(scope: str) -> None:
+    """As Accelerate, which gives it another `forward`; both are called around what is recorded."""
+    model = packed(model_of().cuda())
+    apply_cuda_graphs(model, scope=scope)
+    calls: list[str] = []
+    inner = model.forward
+    model.forward = lambda **kwargs: calls.append("forward") or inner(**kwargs)
+    model.register_forward_hook(lambda *_: calls.append("hook"))
+    batch = {k: x.cuda() for k, x in batch_of(1).items()}
+    for _ in range(5):
+        model(**batch).loss.backward()
+        model.zero_grad()
+    assert (graphs_of(model).replayed, graphs_of(model).launched) == (4, 1)
+    assert calls == ["forward", "hook"] * 5
 
 
 @pytest.mark.gpu

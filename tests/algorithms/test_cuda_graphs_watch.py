@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from enum import Enum
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,21 +16,30 @@ from test_cuda_graphs import batch_of, graphs_of, model_of, packed
 from torch.nn.utils import parametrize
 
 from composer_speedups import CUDAGraphs, apply_cuda_graphs
+from composer_speedups.cast_together import linear_weights
 from composer_speedups.errors import ConflictError
-from composer_speedups.graphs import _frozen
+from composer_speedups.kept_in_python import at_present
 from composer_speedups.unrecordable import unrecordable
 
 
+class Strength(Enum):
+    PLAIN = 1.0
+    STRONG = 30.0
+
+
 class Scaled(torch.nn.Module):
-    """An activation of a user's own, which computes with numbers that it keeps in Python."""
+    """An activation of a user's own, which computes with what it keeps in Python."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gain, self.scaling, self.host = 1.0, {"default": 1.0}, torch.tensor(1.0)
         self.kind, self.calls = "gelu", 0
+        self.config, self.strength = SimpleNamespace(gain=1.0, of=self), Strength.PLAIN
+        self.several, self.further = torch.ones(2), torch.nn.functional.hardtanh
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return getattr(torch.nn.functional, self.kind)(x) * self.gain * self.scaling["default"] * self.host
+        gain = self.gain * self.scaling["default"] * self.config.gain * self.strength.value * self.several[1].item()
+        return self.further(getattr(torch.nn.functional, self.kind)(x) * gain * self.host)
 
 
 def scaled_model() -> torch.nn.Module:
@@ -43,6 +54,10 @@ CHANGES = {
     "a number in a dict, as an adapter's": lambda m: m.scaling.update(default=30.0),
     "a number in a tensor on the host": lambda m: m.host.fill_(30.0),
     "a word": lambda m: setattr(m, "kind", "relu"),
+    "a number in an object": lambda m: setattr(m.config, "gain", 30.0),
+    "a member of an enumeration": lambda m: setattr(m, "strength", Strength.STRONG),
+    "one of several numbers on the host": lambda m: m.several[1].fill_(30.0),
+    "a function": lambda m: setattr(m, "further", torch.nn.functional.softsign),
 }
 
 
@@ -77,15 +92,103 @@ def test_what_changes_in_each_step_is_not_recorded() -> None:
     assert graphs_of(model).reason.startswith("the layers have changed since the batch before: frozen, moved")
 
 
-def test_numbers_and_words_are_kept_as_they_are_now() -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_kept_in_python_is_compared(change: str) -> None:
     module = Scaled()
-    before = _frozen(vars(module))
-    assert _frozen(vars(module)) == before
-    for change in CHANGES.values():
-        changed = copy.deepcopy(module)
-        change(changed)
-        assert _frozen(vars(changed)) != before
-    assert _frozen({"seen": torch.ones(3)}) == _frozen({"seen": torch.zeros(3)})  # kept to be looked at, most often
+    before = at_present(module, {})
+    assert at_present(module, {}) == before and hash(before) == hash(at_present(module, {}))
+    CHANGES[change](module)
+    assert at_present(module, {}) != before
+
+
+def test_a_tensor_is_what_it_is_and_where() -> None:
+    module = Scaled()
+    module.seen = torch.ones(3)
+    before = at_present(module, {})
+    module.seen = torch.ones(3)  # the one before may be freed, and its memory another's
+    assert at_present(module, {}) != before
+
+
+def test_large_and_deep_things_are_kept_as_which_they_are() -> None:
+    """An attribute may lead to a data set, or to the whole trainer: this is asked in each step."""
+    module = Scaled()
+    module.data, module.names = list(range(100_000)), {"one", "two"}
+    module.deep = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(c=1)))
+    before = at_present(module, {})
+    module.data[7] = -1
+    module.deep.a.b.c = 2
+    assert at_present(module, {}) == before
+    module.names.add("three")
+    assert at_present(module, {}) != before
+    before = at_present(module, {})
+    module.data = list(module.data)
+    assert at_present(module, {}) != before
+
+
+@pytest.mark.gpu
+def test_a_tensor_on_the_device_that_is_put_in_anew_is_read() -> None:
+    """The one before is freed: a graph that still read it would read whatever came there."""
+    model = scaled_model()
+    stock, batch = copy.deepcopy(model), {k: x.cuda() for k, x in batch_of(1).items()}
+    for m in (model, stock):
+        for own in (x for x in m.modules() if isinstance(x, Scaled)):
+            own.host = torch.ones((), device="cuda")
+    apply_cuda_graphs(model)
+    for step in range(6):
+        losses = []
+        for m in (model, stock):
+            for own in (x for x in m.modules() if isinstance(x, Scaled)):
+                if step == 3:
+                    own.host = torch.full((), 30.0, device="cuda")
+                if step == 5:
+                    own.host.fill_(0.5)  # where a graph reads it
+            m.zero_grad()
+            loss = m(**batch).loss
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5), step
+    assert (graphs_of(model).recorded, graphs_of(model).replayed) == (1, 4)
+
+
+class Gate(torch.nn.Module):
+    """In float32 whatever autocast says, as routers are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(width, width)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.gate.weight.dtype)
+        with torch.autocast("cuda", enabled=False):
+            return torch.nn.functional.gelu(x) * torch.sigmoid(self.gate(x.float())).to(x.dtype)
+
+
+def test_weights_inside_of_a_users_own_module_are_not_cast_for_it() -> None:
+    own, known = torch.nn.Sequential(Gate(4)), torch.nn.Sequential(torch.nn.Linear(4, 4))
+    assert linear_weights([*own.modules()]) == []
+    assert len(linear_weights([*own.modules(), *known.modules()])) == 1
+    known[0].weight = own[0].gate.weight
+    assert linear_weights([*own.modules(), *known.modules()]) == []
+
+
+@pytest.mark.gpu
+def test_a_users_own_module_may_turn_autocast_off() -> None:
+    model = model_of()
+    for layer in model.bert.encoder.layer:
+        layer.intermediate.intermediate_act_fn = Gate(layer.intermediate.dense.out_features)
+    model = model.cuda()
+    stock, batch = copy.deepcopy(model), {k: x.cuda() for k, x in batch_of(1).items()}
+    apply_cuda_graphs(model)
+    for _ in range(3):
+        for m in (model, stock):
+            m.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = m(**batch).loss
+            loss.backward()
+        for found, wanted in zip(model.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-2, atol=1e-3)
+    assert set(model.bert.encoder.layer[0].intermediate.intermediate_act_fn.seen) == {torch.float32}
 
 
 class Delta(torch.nn.Module):

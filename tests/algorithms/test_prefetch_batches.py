@@ -123,3 +123,16 @@ def test_on_a_gpu_the_batches_are_there_and_whole() -> None:
         received.append({name: tensor + 0 for name, tensor in batch.items()})
     for before, after in zip(expected, received, strict=True):
         assert all(tensor.is_cuda and torch.equal(tensor.cpu(), before[name]) for name, tensor in after.items())
+
+
+@pytest.mark.gpu
+def test_epochs_do_not_take_more_memory_each() -> None:
+    """The allocator keeps what was freed by stream."""
+    batches = DataLoader(BatchDataset(256), batch_size=8, num_workers=1)
+    apply_prefetch_batches(batches, "cuda")
+    reserved = []
+    for _ in range(4):
+        for batch in batches:
+            del batch
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1:] == reserved[:1] * 3
