@@ -166,7 +166,10 @@ def recipes(
         if "=" in name and not os.path.exists(name):
             raise RecipeError(f"name the recipe first: composer-speedups recipes NAME {name}")
         # Everything is checked but the speed-ups' arguments: that would import Composer and take seconds.
-        typer.echo(load_recipe(name, overrides or (), check_arguments=False).to_yaml(comments=True), nl=False)
+        recipe = load_recipe(name, overrides or (), check_arguments=False)
+        # With changes it is another recipe: named after the file that it is written to, and of no published figures.
+        changed = {override.partition("=")[0].strip() for override in overrides or ()}
+        typer.echo(recipe.to_yaml(comments=True, without={"name", "published"} - changed if changed else ()), nl=False)
         return
     rows = []
     for info in list_recipes():

@@ -168,7 +168,13 @@ def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None,
             changes += [f"batch_size={batch}", "microbatch_size=null"]
         if length is not None:
             changes.append(f"task.max_length={length}")
-        return load_recipe(recipe, changes)
+        chosen = load_recipe(recipe, changes)
+        spec = chosen.model
+        if spec.pretrained is True and known(spec.name) and not os.path.exists(spec.name):
+            # Its sizes are known, and all that is needed; without its weights the vocabulary would be the task's own.
+            config = {"vocab_size": _config(spec.name).vocab_size} | spec.config
+            spec = spec.model_copy(update={"pretrained": False, "config": config})
+        return chosen.model_copy(update={"model": spec})
     name = model or "bert-base-uncased"
     room = positions(_config(name)) or 512
     # Sizes follow from the configuration: no weights are looked for.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -86,9 +86,13 @@ class Recipe(RecipeFields):
         """Everything resolved, as plain data that loads again; `extends` is left out, as nothing is left to inherit."""
         return self.model_dump(mode="json", exclude={"extends"})
 
-    def to_yaml(self, comments: bool = False) -> str:
-        """Everything resolved, as YAML that loads again; with `comments`, each value says where it came from."""
-        return dump(self._placed(), comments)
+    def to_yaml(self, comments: bool = False, without: Collection[str] = ()) -> str:
+        """Everything resolved, as YAML that loads again; with `comments`, each value says where it came from.
+
+        `without` names keys that are left out.
+        """
+        placed = self._placed()
+        return dump(Item({key: x for key, x in placed.value.items() if key not in without}, placed.where), comments)
 
     @classmethod
     def _resolved(cls, item: Item) -> Recipe:

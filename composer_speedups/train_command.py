@@ -88,8 +88,12 @@ def _plan(recipe: Recipe) -> str:
     rate = f"{recipe.learning_rate:g}"
     micro = f" in microbatches of {recipe.microbatch_size}" if recipe.microbatch_size else ""
     speedups = ", ".join(recipe.speedups) or "none"
+    # What begins at random weights, and at which size, is no fine-tuning: said before it has taken its time.
+    sizes = [f"{key}={value}" for key, value in recipe.model.config.items()]
+    made = ", ".join((["random weights"] if recipe.model.pretrained is False else []) + sizes)
+    model = recipe.model.name + (f" ({made})" if made else "")
     return (
-        f"{recipe.model.name} on {recipe.task.name} ({recipe.task.objective}), {recipe.task.max_length} tokens, "
+        f"{model} on {recipe.task.name} ({recipe.task.objective}), {recipe.task.max_length} tokens, "
         f"batch {recipe.batch_size}{micro}, learning rate {rate}, {recipe.duration}; speed-ups: {speedups}"
     )
 

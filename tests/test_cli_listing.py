@@ -61,7 +61,11 @@ def test_recipes_prints_one_resolved_with_the_place_of_every_value(run, tmp_path
     (row,) = [line for line in out.splitlines() if line.startswith("seed:")]
     assert row.endswith("# default")
     (tmp_path / "mine.yaml").write_text(out)  # what is printed is a recipe
-    assert load_recipe("mine.yaml", check_arguments=False).to_dict() == recipe.to_dict()
+    mine = load_recipe("mine.yaml", check_arguments=False)
+    # Another one than that it is compared with, and of other figures than the source's.
+    assert mine.to_dict() == recipe.to_dict() | {"name": "mine", "published": None}
+    assert "\nname: own " in run("recipes", "finetune/compile", "name=own")[1].join(("\n", ""))
+    assert "\npublished:" in run("recipes", "finetune/compile")[1]
 
 
 def test_recipes_takes_a_path(run, tmp_path: Path) -> None:

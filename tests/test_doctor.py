@@ -129,6 +129,13 @@ def one_layer(tmp_path: Path):
     return write
 
 
+def test_a_recipe_of_known_weights_that_are_not_here_is_predicted(one_layer) -> None:
+    """Offline: its sizes are known. `train` still says that the weights are not to be had."""
+    pretrained = memory_need(recipe=one_layer("finetune/fp32"), batch=2, length=16)
+    assert pretrained.what.startswith("bert-base-uncased, batch 2 of 16 tokens")
+    assert pretrained.memory.weights > 4 * 30_000_000  # of the 30,522 x 768 embeddings and a layer
+
+
 def test_memory_that_is_not_there(one_layer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     recipe = one_layer("demo/fp32")
     need = memory_need(recipe=recipe)

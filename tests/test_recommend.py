@@ -184,6 +184,12 @@ def test_rows_have_short_names_and_no_speedup_that_another_leaves_nothing():
     }  # fmt: skip
     assert set(rejected) == {"matmul_precision.medium", "length_grouped_batches"}
     assert final_rows(plain(), Screened(kept=kept[3:4]))[0][1].name == "length_grouped_batches"
+    # Its slot goes to the next best that there is something left for.
+    slots = [(c | {"slot": "batches"} if "batches" in c["name"] else c, gain) for c, gain in kept]
+    budget = one("token_budget_batches", "LOOP") | {"slot": "batches"}
+    rows, rejected = final_rows(plain(), Screened(kept=[*slots, (budget, 1.07)]))
+    assert "token_budget_batches" in rows[1].speedups and "token_budget_batches" not in rejected
+    assert rejected["length_grouped_batches"] == "unpadding computes on no padding, so grouping has none to save"
     # The faster of the two stays, whichever it is.
     faster = [(kept[0][0], 1.1), (kept[1][0], 1.6)]
     rows, rejected = final_rows(plain(), Screened(kept=faster))

@@ -37,6 +37,15 @@ def refused(*overrides: str, short: list[str] = SHORT) -> str:
     return str(caught.value)
 
 
+def test_what_begins_at_random_weights_is_said_before_it_takes_its_time() -> None:
+    from composer_speedups.train_command import _plan
+
+    text = _plan(load_recipe("cpu/fastest", check_arguments=False))
+    assert text.startswith("bert-base-uncased (random weights, num_hidden_layers=4, hidden_size=256, ")
+    own = ["model={name: ./encoder, pretrained: true, config: {}}"]
+    assert _plan(load_recipe("cpu/fastest", own, check_arguments=False)).startswith("./encoder on docstrings")
+
+
 def test_what_has_no_effect_is_told_in_one_line_without_ours() -> None:
     words = ["-m", "composer_speedups", "train", "demo/fp32", *SHORT, "speedups.masked_token_head={}"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)

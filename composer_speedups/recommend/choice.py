@@ -24,6 +24,7 @@ _MANY = 3  # so many and more get one name together
 
 SpeedUps = dict[str, dict[str, Any]]
 Candidate = Mapping[str, Any]
+Gained = tuple[Candidate, float]  # and how many times as fast its run was
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Screened:
         tied: of the fastest: rivals above it are as fast, as far as one run can tell here.
     """
 
-    kept: list[tuple[Candidate, float]] = field(default_factory=list)
+    kept: list[Gained] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     unfinished: dict[str, str] = field(default_factory=dict)
     told: bool = False
@@ -180,31 +181,22 @@ def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Re
     Of those that exclude each other, or leave each other nothing, the faster is kept; within the noise of one run, the
     one that promises most. What compiles gets a row of its own, as its start takes time.
     """
-    best: dict[str, tuple[Candidate, float]] = {}
-    rejected: dict[str, str] = {}
-    most_in: dict[str, float] = {}
-    for one, gain in screened.kept:
-        most_in[one["slot"]] = max(gain, most_in.get(one["slot"], 0.0))
-    for one, gain in screened.kept:  # in the order of what they promise
-        if gain >= screened.tied * most_in[one["slot"]]:
-            best.setdefault(one["slot"], (one, gain))
-    for one, gain in sorted(screened.kept, key=lambda pair: -pair[1]):
+    left, rejected = list(screened.kept), {}
+    best = _best_of_slots(left, screened.tied)
+    while pair := _redundant(best):
+        loser, words = pair
+        rejected[loser["name"]] = words
+        left = [x for x in left if x[0] is not loser]
+        best = _best_of_slots(left, screened.tied)  # its slot may go to one that it had excluded
+    for one, gain in sorted(left, key=lambda x: -x[1]):
         other, more = best[one["slot"]]
         if other is not one:
             tied = ", no more than the noise of one run" if gain >= screened.tied * more else ""
             words = f"excluded by {other['name']}: {gain:.2f}x against {more:.2f}x in the screening{tied}"
             rejected[one["name"]] = words
-    members = {c["key"]: (c, gain) for c, gain in sorted(best.values(), key=lambda pair: -pair[1])}  # the largest first
-    for one, gain in list(members.values()):
-        for over, why in one["redundant_with"].items():
-            if {one["key"], over} <= members.keys():
-                other, more = members[over]
-                loser = one if gain <= more else other
-                words = f"excluded by {one['name']}: {more:.2f}x against {gain:.2f}x in the screening"
-                rejected[loser["name"]] = why if loser is one else words
-                del members[loser["key"]]
-    plain = [c for c, _ in members.values() if c["stage"] != "COMPILE"]
-    compiled = [c for c, _ in members.values() if c["stage"] == "COMPILE"]
+    members = [c for c, _ in _largest_first(best)]
+    plain = [c for c in members if c["stage"] != "COMPILE"]
+    compiled = [c for c in members if c["stage"] == "COMPILE"]
     precision = [c for c in plain if c["stage"] == "PRECISION"]
     sets: list[tuple[str, list[Candidate]]] = [("together", plain)]
     if compiled:
@@ -224,6 +216,34 @@ def final_rows(base: Recipe, screened: Screened, most: int = 4) -> tuple[list[Re
             short = words if not name or len(chosen) < _MANY else name
             rows.append(made(base, short, speedups, words.replace("+", ", ")))
     return rows, rejected
+
+
+def _best_of_slots(kept: Sequence[Gained], tied: float) -> dict[str, Gained]:
+    """Of each slot the fastest; of those that the noise of one run does not tell from it the first."""
+    most: dict[str, float] = {}
+    for one, gain in kept:
+        most[one["slot"]] = max(gain, most.get(one["slot"], 0.0))
+    best: dict[str, Gained] = {}
+    for one, gain in kept:  # in the order of what they promise
+        if gain >= tied * most[one["slot"]]:
+            best.setdefault(one["slot"], (one, gain))
+    return best
+
+
+def _largest_first(best: Mapping[str, Gained]) -> list[Gained]:
+    return sorted(best.values(), key=lambda x: -x[1])
+
+
+def _redundant(best: Mapping[str, Gained]) -> tuple[Candidate, str] | None:
+    """One that leaves another nothing to save, or is left nothing, whichever brings less; and the words for it."""
+    members = {c["key"]: (c, gain) for c, gain in _largest_first(best)}
+    for one, gain in members.values():
+        for over, why in one["redundant_with"].items():
+            if over in members:
+                other, more = members[over]
+                words = f"excluded by {one['name']}: {more:.2f}x against {gain:.2f}x in the screening"
+                return (one, why) if gain <= more else (other, words)
+    return None
 
 
 def _short(one: Candidate) -> str:

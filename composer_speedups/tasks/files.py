@@ -384,7 +384,7 @@ def _label_names(labels: set[str], rows: int, column: str | None) -> list[str]:
     if len(labels) > _MOST_LABELS or (len(labels) > 10 and len(labels) > rows // 2):
         raise TaskError(
             f"column {column!r} holds {len(labels):,} different values in {rows:,} rows: that is no label. "
-            "Name another task.label_column, or use objective: mlm"
+            "Name another task.label_column, or use task.objective=mlm"
         )
     try:
         return sorted(labels, key=int)
