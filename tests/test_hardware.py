@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,3 +137,12 @@ def test_sections_of_suites(kind: str, flags: list[str], products: bool | None, 
     # None: not to be asked, as it would import torch.
     monkeypatch.setattr(hardware, "multiplies_bf16", lambda: pytest.fail("asked") if products is None else products)
     assert hardware.suite_section() == section
+
+
+def test_a_multiply_add_is_two_operations(monkeypatch) -> None:
+    """As `flops.py` counts: else every MFU would be off by two. Each look at the clock is a second."""
+    clock = itertools.count()
+    monkeypatch.setattr(hardware, "_peaks", {})
+    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(torch, "mm", lambda left, right, out: out)
+    assert hardware.matmul_peak("cpu", "fp32", seconds=20.0) == 2 * 2048**3

@@ -240,3 +240,19 @@ def test_every_speed_up_can_be_predicted(key: str) -> None:
     found = load("demo/fp32", f"speedups.{key}={json.dumps(known.kwargs)}", f"task.objective={objective}")
     predicted = predict(found, lengths=LENGTHS, length=64)
     assert predicted.peak > predicted.weights + predicted.gradients > 0 and predicted.activations > 0
+
+
+def test_the_optimizers_step_may_be_the_fullest_moment():
+    """One row of a few tokens keeps next to nothing: the gradients, and what the update of the embeddings needs."""
+    found = predict(load("demo/fp32"), lengths=[4], length=8)
+    largest = 8192 * 256 * 4  # the embeddings: their denominator, and their update
+    assert found.peak == found.weights + found.optimizer + found.gradients + 2 * largest
+    assert found.temporary == 2 * largest
+
+
+def test_memory_that_is_given_out_again_is_counted_again():
+    x = torch.zeros(100, requires_grad=True)
+    with SavedForBackward(torch.nn.Module()) as saved:
+        for _ in range(20):
+            (x * 2).sin()  # keeps the product, as long as the result is there
+    assert saved.bytes == 20 * 400

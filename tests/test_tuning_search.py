@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import tuning_fakes as fakes
 from composer_speedups import hardware
 from composer_speedups.ablation import jobs
 from composer_speedups.errors import OutOfMemory, UserError
-from composer_speedups.measure import reset_peak_memory
+from composer_speedups.peak_memory import PeakMemory
 from composer_speedups.recipes import load_recipe
 from composer_speedups.tuning import jobs as tuning_jobs
 from composer_speedups.tuning import rate as rates
@@ -23,6 +24,7 @@ from composer_speedups.tuning.evidence import batch_reason
 from composer_speedups.tuning.record import Record, RecordError
 from composer_speedups.tuning.search import _same_samples
 from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, starting_size
+from composer_speedups.tuning.tries import Tries
 
 # --- Sizes ---
 
@@ -281,7 +283,7 @@ def test_a_step_that_took_too_much_is_noticed_after_it(monkeypatch: pytest.Monke
     def train(payload, report):
         take()
         report({"phase": "data"})
-        reset_peak_memory(torch.device("cpu"))
+        PeakMemory(torch.device("cpu")).start()
         report({"phase": "train"})
         for _ in range(payload["steps"]):
             take()
@@ -324,3 +326,28 @@ def test_a_gpu_is_told_the_limit(monkeypatch: pytest.MonkeyPatch, limit, share):
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
     tuning_jobs.trial({"memory_limit": 1, "device_limit": limit}, lambda event: None)
     assert asked == ([] if share is None else [share])
+
+
+def test_a_loss_after_fewer_samples_is_none_to_compare_with() -> None:
+    """Where the loss of a longer run is higher, as over harder texts, those that were given up are not the best."""
+    plan = rates.Plan(6, (256, 512, 1024))
+    best, tried = rates.search(lambda r, n: abs(math.log(r / 3e-4)) + n / 256, 1e-3, plan, 10**6, seed=1)
+    furthest = {one.rate: one for one in tried if len(one.losses) == max(len(o.losses) for o in tried)}
+    assert min(tried, key=lambda one: one.losses[-1]).rate not in furthest, "else nothing is shown"
+    assert best == min(furthest.values(), key=lambda one: one.losses[-1]).rate
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        ([], 0.95),
+        (["task.padding=longest"], 0.85),
+        (["speedups.unpadding={}"], 0.85),
+        (["speedups.length_grouped_batches={}"], 0.85),
+    ],
+)
+def test_where_batches_differ_in_tokens_a_gpu_keeps_more_free(overrides: list[str], share: float) -> None:
+    recipe = load_recipe("demo/fp32", ["task.padding=max_length", *overrides], check_arguments=False)
+    facts = {"gpus": [{"memory_bytes": 10**9}, {"memory_bytes": 2 * 10**9}]}
+    tries = SimpleNamespace(recipe=recipe, facts=facts, cuda=True)
+    assert Tries._whole_memory(tries) == round(share * 10**9), "of the smallest"

@@ -158,3 +158,17 @@ def test_studies_without_pairs_have_none():
     for plan in ("one-at-a-time", "leave-one-out", "ladder"):
         rows, baseline = expand(plan, [recipe], root(recipe))
         assert interactions({r.name: r.to_dict() for r in rows}, measured({r.name: 1.0 for r in rows}), baseline) == []
+
+
+def test_an_interaction_has_the_noise_of_four_runs():
+    """What scatters in its two speed-ups alone cancels out here, so that the width is the study's noise and no more."""
+    scatter = {(FIRST, 0): 0.02, (FIRST, 1): -0.02, (SECOND, 0): -0.02, (SECOND, 1): 0.02}
+    runs = measured(speeds(180.0))
+    for one in runs:
+        one.result["samples_per_second"] *= math.exp(scatter.get((one.recipe, one.seed), 0.0))
+    (found,) = interactions(planned(), runs, BASE)
+    # Squares of 4 * 0.02^2 in 6 degrees of freedom; 6 of 8 parts are it, four times; over 3 seeds. Two rows scatter
+    # more than the others: t of 99 % with 4 degrees of freedom.
+    half = 4.604 * math.sqrt(6 / 8 * 4 * (4 * 0.02**2 / 6) / 3)
+    assert found.value == pytest.approx(1.0) and found.pair == PAIR
+    assert (math.log(found.low), math.log(found.high)) == pytest.approx((-half, half), rel=1e-3)

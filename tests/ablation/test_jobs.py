@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_speedups import hardware
+from composer_speedups import hardware, training
 from composer_speedups.ablation.jobs import survey, train
 from composer_speedups.algorithms import mixed_precision
 from composer_speedups.errors import TaskError
 from composer_speedups.recipes import Recipe, load_recipe
+from composer_speedups.results import RunResult
 from composer_speedups.tasks.inputs import data_of, marks
 
 
@@ -66,3 +67,10 @@ def test_a_run_does_not_read_what_changed_since_the_study_began(tmp_path):
     (tmp_path / "mine.csv").write_text("text,label\n" + "one of them,b\nand the other,a\n" * 40)
     with pytest.raises(TaskError, match=r"mine\.csv has changed since the study began.*or choose another --out"):
         train(payload, print)
+
+
+def test_a_run_has_the_seed_that_the_study_asks_for(monkeypatch) -> None:
+    """And not the recipe's: its repetitions would be one run, and their scatter none."""
+    monkeypatch.setattr(training, "run", lambda recipe, *, seed, **_: RunResult(recipe.name, seed))
+    recipe = load_recipe("demo/fp32", ["seed=5"], check_arguments=False).to_dict()
+    assert [train({"recipe": recipe, "seed": seed}, print)["seed"] for seed in (5, 6, 7)] == [5, 6, 7]

@@ -324,3 +324,9 @@ def test_more_than_the_measured_peak_is_explained() -> None:
         one.result["model_flops_per_second"] = 1.5e9
     rows = build_rows({"base": {}}, runs, "base", peaks={"fp32": 1e9})
     assert any("MFU above 100 %" in line for line in notes(rows))
+
+
+def test_of_several_cold_caches_the_slowest_counts() -> None:
+    recipes = {"base": {}, "compiled": {"speedups": {"torch_compile": {}}}}
+    runs = [run("base", 1, 100.0, None), compiled(1, 200.0, 20.0, 0, 9), compiled(2, 200.0, 26.0, 0, 9)]
+    assert build_rows(recipes, runs, "base")[1]["compile_seconds"] == 26.0

@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from scipy import stats
 
 from composer_speedups.ablation.drift import drift
 from composer_speedups.ablation.plan import interleave
@@ -342,3 +343,27 @@ def test_more_seeds_than_anybody_runs_are_named():
     rng = random.Random(2)
     one, other = ({s: 100 * math.exp(rng.gauss(0, 0.3)) for s in range(3)} for _ in range(2))
     assert "more than 30 seeds would show it" in compare_speed(one, other).note
+
+
+def test_the_bound_of_quality_is_that_of_95_percent_on_one_side():
+    """Seven of nine seeds lose nothing, so that the median's bootstrap is narrow and Student's t decides."""
+    base = {s: {"finite": True, "final_loss": 1.0} for s in range(9)}
+    own = base | {0: {"finite": True, "final_loss": 0.997}, 8: {"finite": True, "final_loss": 1.003}}
+    high = compare_quality(own, base).worse_by["final_loss"]["high"]
+    assert high == pytest.approx(1.8595 * 0.0015 / 3, rel=1e-3), "t of 95 % with 8 degrees of freedom"
+
+
+def test_the_interval_of_drift_is_that_of_99_percent():
+    logs = [0.0, 0.02, -0.01, 0.03, 0.02]
+    found = drift([("one", n, 60.0 * n, math.exp(log)) for n, log in enumerate(logs)])
+    line = stats.linregress([n / 4 for n in range(5)], logs)
+    half = 5.8409 * line.stderr  # t of 99 % with 3 degrees of freedom
+    assert found is not None and found.change == pytest.approx(math.expm1(line.slope))
+    assert (found.low, found.high) == pytest.approx(
+        (math.expm1(line.slope - half), math.expm1(line.slope + half)), rel=1e-4
+    )
+
+
+def test_every_second_pair_of_rounds_starts_from_the_middle() -> None:
+    order = "".join(run.recipe for run in interleave("abcd", range(6)))
+    assert [order[i : i + 4] for i in range(0, 24, 4)] == ["abcd", "dcba", "cdab", "badc", "abcd", "dcba"]

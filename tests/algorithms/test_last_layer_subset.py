@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -573,3 +574,15 @@ def test_a_planted_fault_is_found(fault: str, family: str, monkeypatch) -> None:
         monkeypatch.setattr(module.FirstOnly, "forward", lambda self, x, *a, **k: forward(self, x.flip(1), *a, **k))
     with pytest.raises(AssertionError, match="not close"):
         compare(stock, fast, batch())
+
+
+def test_hidden_states_that_are_asked_for_by_position_are_whole() -> None:
+    stock = make("Bert")
+    if "output_hidden_states" not in inspect.signature(stock.forward).parameters:
+        pytest.skip("transformers 5 takes it by name only")
+    fast = copy.deepcopy(stock)
+    assert apply_last_layer_subset(fast) == 1
+    inputs = batch()
+    asked = (inputs["input_ids"], inputs["attention_mask"], *[None] * 4, inputs["labels"], False, True)
+    expected, found = stock(*asked), fast(*asked)
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states, **error(stock))

@@ -267,3 +267,20 @@ def test_warns_where_there_is_no_masked_language_model(make_trainer) -> None:
 def test_arguments_are_checked(value: object, error: type) -> None:
     with pytest.raises(error, match="capacity"):
         MaskedTokenHead(capacity=value)
+
+
+def test_capacity_has_room_for_its_share_and_no_more() -> None:
+    """Of 96 tokens a tenth are 10; of one more no loss would know."""
+    batch = mlm_batch()
+    ids, places = batch["input_ids"].flatten(), batch["attention_mask"].flatten().nonzero()[:, 0]
+    stock, model = masked_lm().train(), masked_lm().train()
+    apply_masked_token_head(model, capacity=0.1)
+    for count in (10, 11):
+        labels = torch.full_like(ids, -100)
+        labels[places[:count]] = ids[places[:count]]
+        batch["labels"] = labels.view(6, 16)
+        if count == 11:
+            with pytest.raises(RuntimeError, match=r"more tokens to predict than capacity=0\.1 has room for \(10\)"):
+                model(**batch)
+        else:
+            torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)

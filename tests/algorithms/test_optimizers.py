@@ -498,3 +498,21 @@ def test_computes_adamw_on_cuda(apply) -> None:
     eps = torch.finfo(torch.float32).eps
     for p, expected in zip(params, reference, strict=True):
         torch.testing.assert_close(p.detach().double(), expected, rtol=0, atol=24 * eps)
+
+
+@pytest.mark.parametrize("apply", EXACT.values(), ids=EXACT.keys())
+def test_decoupled_weight_decay_is_converted_in_mid_schedule(apply) -> None:
+    """What it decays by is relative to the rate that training began with, whatever it is when it is converted."""
+    ours, theirs = parameters(), parameters()
+    make = lambda p: DecoupledAdamW(p, lr=1e-2, weight_decay=5e-4, betas=(0.8, 0.99), eps=1e-6)  # noqa: E731
+    converted, original = make(ours), make(theirs)
+    for number in range(12):
+        if number == 6:
+            apply(converted)
+            assert converted.param_groups[0]["weight_decay"] == pytest.approx(5e-4 / 1e-2)
+        for optimizer in (converted, original):
+            optimizer.param_groups[0]["lr"] = 1e-2 * (12 - number) / 12
+            step(optimizer, number)
+    eps = torch.finfo(torch.float32).eps
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2 * 12 * 2 * eps)

@@ -103,7 +103,7 @@ def test_other_queries_than_keys_and_own_scale(dtype: torch.dtype, passes: str) 
     check(dtype, queries=[1, 1, 0, 1, 1], scale=0.2)
 
 
-@pytest.mark.parametrize("window", [0, 1, 5, 16, 40])
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 31, 32, 40])  # all but the two farthest tokens at 31
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_windows(dtype: torch.dtype, window: int, passes: str) -> None:
     check(dtype, window=window)
