@@ -152,8 +152,8 @@ def _do(part: str, options: argparse.Namespace, end: float) -> bool:
         files = marked(options.tests or ("",))
         return _test(options.out / _WRITES[part], files, options.workers, end - time.monotonic())
     if part in _QUALITY:
-        changes = gpu_quality.pretrained(options.model) if part == "quality_pretrained" else ()
-        whole = gpu_quality.measure(options.out / part, end, _QUALITY[part], changes)
+        own = {"changes": gpu_quality.pretrained(options.model), "how": ()} if part == "quality_pretrained" else {}
+        whole = gpu_quality.measure(options.out / part, end, _QUALITY[part], **own)
         print(gpu_quality.table(options.out / part))
         return whole
     if part == "profiles":

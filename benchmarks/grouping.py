@@ -3,14 +3,17 @@
 One study of whole trainings of the small BERT, each seed with three orders of the same texts: shuffled; as
 `LengthGroupedBatches` has them; and as transformers' `LengthGroupedSampler`, the best peer's, which leaves the batches
 of a pool in the order of their lengths. All else is `cpu/fastest`, which computes on no padding: nothing but the order
-differs.
+differs. Of other models and texts, such as those whose lengths say nothing of their class (`balanced_texts.py`):
+
+    python -m benchmarks.run grouping --batches 288 --set model.name=FOLDER model.pretrained=true model.config={} \
+        task.name=text task.path=balanced.csv learning_rate=2e-4
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +51,12 @@ def _as_transformers(self: Any) -> Iterator[int]:
     return iter(LengthGroupedSampler(self.batch_size, lengths=self.lengths.tolist(), generator=generator))
 
 
-def measure(folder: Path, repetitions: int, batches: int) -> None:
-    """Train with `repetitions` seeds. `batches` is the steps of a run."""
+def measure(folder: Path, repetitions: int, batches: int, changes: Sequence[str] = ()) -> None:
+    """Train with `repetitions` seeds. `batches` is the steps of a run; `changes` are made to the recipe of all."""
     name = "cpu/fastest_fp32" if suite_section() == "cpu_without_bf16" else "cpu/fastest"
-    begin(folder, "grouping", recipe=name, length=_LENGTH, steps=batches)
-    sizes = (f"task.max_length={_LENGTH}", f"duration={batches}ba")
+    sizes = (f"task.max_length={_LENGTH}", f"duration={batches}ba", *changes)
     plain = load_recipe(name, sizes, check_arguments=False)
+    begin(folder, "grouping", recipe=name, length=plain.task.max_length, steps=batches, changes=list(changes))
     grouped = load_recipe(name, (*sizes, "speedups.length_grouped_batches={}"), check_arguments=False)
     rows = {_SHUFFLED: plain, _OURS: grouped, _PEERS: grouped}
     recipes = [recipe.model_copy(update={"name": name}) for name, recipe in rows.items()]
@@ -67,8 +70,10 @@ def measure(folder: Path, repetitions: int, batches: int) -> None:
 def table(folder: Path) -> str:
     found = read(folder)
     of = found.conditions
+    # The first study knew no changes: it was of the recipe's own model, which has random weights.
+    changed = f". Every recipe with {', '.join(of['changes'])}" if of.get("changes") else ", from random weights"
     heading = (
-        f"{of['recipe']}, {of['steps']} steps of texts cut at {of['length']} tokens, from random weights; median "
+        f"{of['recipe']}, {of['steps']} steps of texts cut at {of['length']} tokens{changed}; median "
         "[lowest, highest]; how much worse, seed by seed, in the median: of the accuracy in points."
     )
     head = ("batches", "seeds", "accuracy", "worse by", "final loss", "worse by", "quality")

@@ -40,6 +40,7 @@ PARTS: dict[str, tuple[Part, int, int]] = {
     "verdicts": (verdicts, 6, 48),  # studies, steps of a run
     "grouping": (grouping, 5, 500),  # seeds, steps of a run
 }
+_CHANGED = ("peers", "grouping")  # whose recipes take changes
 _NAMED = ("peers", "profiles", "launches", "compiling")  # of which some can be chosen by their names
 
 
@@ -50,7 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, help="that count (default: the part's)")
     parser.add_argument("--only", nargs="*", default=(), help=f"{', '.join(_NAMED)}: parts of the names")
     parser.add_argument(
-        "--set", nargs="*", default=(), metavar="KEY=VALUE", help="peers: changes to the recipe of every entry"
+        "--set",
+        nargs="*",
+        default=(),
+        metavar="KEY=VALUE",
+        help=f"{', '.join(_CHANGED)}: changes to the recipe of every entry",
     )
     parser.add_argument("--out", type=Path, help="folder of the results, for one part")
     options = parser.parse_args(arguments)
@@ -60,8 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{unknown[0]}: no such part. There are: {', '.join(PARTS)}")
     if options.only and (len(parts) > 1 or parts[0] not in _NAMED):
         parser.error(f"--only is for {', '.join(_NAMED[:-1])} or {_NAMED[-1]} alone")
-    if parts != ["peers"] and options.set:
-        parser.error("--set is for peers alone")
+    if options.set and (len(parts) > 1 or parts[0] not in _CHANGED):
+        parser.error(f"--set is for {' or '.join(_CHANGED)} alone")
     if options.out and len(parts) > 1:
         parser.error("--out is for one part")
     if min(options.repetitions or 1, options.batches or 1) < 1:
@@ -69,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in parts:
         part, repetitions, batches = PARTS[name]
         more = {"only": tuple(options.only)} if name in _NAMED else {}
-        more |= {"changes": tuple(options.set)} if name == "peers" else {}
+        more |= {"changes": tuple(options.set)} if name in _CHANGED else {}
         run(part, new_folder(name, options.out), options.repetitions or repetitions, options.batches or batches, **more)
     return 0
 

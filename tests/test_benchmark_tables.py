@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from benchmarked import ROOT
 
-from benchmarks import compiling, grouping, growth, harness, run, table, verdicts
+from benchmarks import balanced_texts, compiling, grouping, growth, harness, run, table, verdicts
 from composer_speedups.errors import UserError
 
 # Folders from before the conditions were noted, and what those were.
@@ -148,6 +149,32 @@ def test_grouping_takes_transformers_own_order_and_is_told_by_seed(tmp_path: Pat
         ["b", "2", "0.805 [0.800, 0.810]", "3.1", "0.300 [0.300, 0.300]", "0.020", "unstable"],
         ["c", "0", "", "", "", "", "failed: x"],
     ]
+
+
+def test_balanced_texts_have_the_same_lengths_in_every_class() -> None:
+    drawn = np.random.default_rng(0)
+    lengths = {"short": drawn.integers(3, 40, 300), "long": drawn.integers(20, 90, 300)}
+    texts = [("x" * length, label) for label, of in lengths.items() for length in of]
+    kept = balanced_texts.balance(texts, len, cut=60, seed=3)
+    assert kept == balanced_texts.balance(texts, len, cut=60, seed=3) != balanced_texts.balance(texts, len, 60, seed=4)
+    assert not Counter(kept) - Counter(texts), "no text more often than it is there"
+    steps = {label: sorted(min(len(t), 60) // 4 for t, of in kept if of == label) for label in lengths}
+    assert steps["short"] == steps["long"] and len(kept) > 100
+    assert max(steps["short"]) < 10 and min(steps["long"]) >= 5, "of what only one class has, nothing is kept"
+
+
+@pytest.mark.slow
+def test_grouping_trains_other_models_in_three_orders(tmp_path: Path) -> None:
+    small = ["hidden_size=32", "intermediate_size=64", "num_attention_heads=2", "num_hidden_layers=1"]
+    sizes = ["task.train_samples=64", "task.eval_samples=16", "task.max_length=32", "batch_size=8"]
+    changes = [*(f"model.config.{size}" for size in small), *sizes]
+    arguments = ["grouping", "--repetitions", "1", "--batches", "4", "--set", *changes, "--out", str(tmp_path / "new")]
+    assert run.main(arguments) == 0
+    text = (tmp_path / "new" / "table.md").read_text()
+    assert "4 steps of texts cut at 32 tokens. Every recipe with model.config.hidden_size=32" in text
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[4:]]
+    assert [line[0] for line in lines] == ["shuffled", "length_grouped_batches", "transformers_sampler"]
+    assert all(0 <= float(line[2].split()[0]) <= 1 for line in lines), lines
 
 
 def test_of_compiling_some_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from benchmarked import ROOT
 
 from benchmarks import gpu, peers
 from composer_speedups.hardware import suite_section
-from composer_speedups.recipes import load_recipe
+from composer_speedups.recipes import Recipe, load_recipe
 
 
 def test_a_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,14 +92,15 @@ def test_growth_ends_with_its_time_and_packs_each_run(tmp_path: Path, monkeypatc
 def test_each_part_about_quality_trains_what_it_is_called_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained: dict[str, tuple[str, Any]] = {}
+    trained: dict[str, list[Recipe]] = {}
 
-    def measure(folder: Path, _: float, objective: str, changes: tuple[str, ...]) -> bool:
-        pair = gpu.gpu_quality.OBJECTIVES[objective]
-        made = [load_recipe(n, [*gpu.gpu_quality._learning(objective), *changes], check_arguments=False) for n in pair]
+    def measure(folder: Path, _: float, objective: str, **own: tuple[str, ...]) -> bool:
+        changes = own.pop("changes", ())
+        values = [*gpu.gpu_quality._learning(objective, **own), *changes]
+        made = [load_recipe(name, values, check_arguments=False) for name in gpu.gpu_quality.OBJECTIVES[objective]]
         assert made[0].name.partition("/")[0] == made[1].name.partition("/")[0]
-        trained[folder.name] = made[1].name, (made[0].model, made[0].task, made[0].learning_rate, made[0].duration)
-        assert trained[folder.name][1] == (made[1].model, made[1].task, made[1].learning_rate, made[1].duration)
+        assert (made[0].model, made[0].task, made[0].duration) == (made[1].model, made[1].task, made[1].duration)
+        trained[folder.name] = made
         return folder.name == "quality"
 
     monkeypatch.delenv("OUT", raising=False)
@@ -118,12 +119,15 @@ def test_each_part_about_quality_trains_what_it_is_called_for(
     printed = capsys.readouterr().out
     assert "FAILED: quality_mlm, quality_pretrained" in printed
     assert {f"the table of {part}" for part in trained} <= set(printed.splitlines())
-    names = {part: name for part, (name, _) in trained.items()}
+    names = {part: made[1].name for part, made in trained.items()}
     assert names == dict(zip(parts[1:], ("finetune/fastest", "mlm/fastest", "finetune/fastest"), strict=True))
-    of, task, rate, duration = trained["quality_pretrained"][1]
+    how = {part: [(one.batch_size, one.learning_rate, one.duration) for one in made] for part, made in trained.items()}
+    assert how["quality"] == how["quality_mlm"] == [(32, 7e-4, "3ep")] * 2
+    assert how["quality_pretrained"] == [(40, 1e-4, "2ep"), (64, 1.6e-4, "2ep")], "each recipe's own"
+    of, task = trained["quality_pretrained"][1].model, trained["quality_pretrained"][1].task
     assert (of.name, of.pretrained, dict(of.config)) == (str(model), True, {})
-    assert (task.name, task.train_samples, task.max_length, rate, duration) == ("docstrings", 4000, 128, 2e-4, "2ep")
-    assert trained["quality_mlm"][1][1].objective == "mlm" and not trained["quality_mlm"][1][0].pretrained
+    assert (task.name, task.train_samples, task.max_length) == ("docstrings", 8000, 256)
+    assert trained["quality_mlm"][1].task.objective == "mlm" and not trained["quality_mlm"][1].model.pretrained
 
 
 def test_what_is_for_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
