@@ -155,7 +155,8 @@ class SpeedUp(Algorithm):
     def keep(self, state: State, hold: Hold) -> None:
         """Have `hold`, of a setting of the process, in force now and whenever this Trainer fits or evaluates.
 
-        It is undone after each, when the Trainer closes, and when it is dropped or cannot be made.
+        It is undone after each, while a checkpoint is loaded, when the Trainer closes, and when it is dropped or cannot
+        be made.
         """
         self._hold = hold
         hold.hold_for(state)
@@ -173,10 +174,13 @@ class SpeedUp(Algorithm):
             return None
         if event is Event.BEFORE_LOAD and (turn := AfterOthers.of(state)) is not None:
             turn.give_up()
+        if event is Event.BEFORE_LOAD and self._hold is not None:
+            self._hold.restore()  # a checkpoint that cannot be loaded leaves a Trainer that nobody can close
         if event is Event.AFTER_LOAD and self._loading is not None:
             self._loading.restore()
         if self._hold is not None:
             if event is Event.AFTER_LOAD:
+                self._hold.hold()
                 self.at_close(state, self._hold.restore)
             self._hold.follow(event)
         if event in self.events:

@@ -156,6 +156,13 @@ def test_restored_when_the_trainer_fails_to_start(make_trainer) -> None:
     assert now() == ("highest", True)
 
 
+def test_restored_when_a_checkpoint_cannot_be_loaded(make_trainer, tmp_path) -> None:
+    with pytest.raises(FileNotFoundError) as failed:
+        make_trainer([MatmulPrecision("highest")], load_path=str(tmp_path / "nowhere.pt"))
+    assert now() == ("highest", True), "while the error, and with it the Trainer, is still there"
+    del failed
+
+
 def test_checkpoints_travel_both_ways(make_trainer, tmp_path) -> None:
     with_it = make_trainer([MatmulPrecision("highest")], run_name="a")
     with_it.fit()

@@ -392,10 +392,10 @@ def test_backend_is_undone_when_the_trainer_cannot_be_made_or_is_dropped(tmp_pat
     def make(**kwargs):
         Trainer(model=HuggingFaceModel(eager()), algorithms=[SDPAttention("math")], device="cpu", **kwargs)
 
-    with pytest.warns(UserWarning, match="No optimizer"), pytest.raises(Exception, match="nowhere"):
+    with pytest.warns(UserWarning, match="No optimizer"), pytest.raises(Exception, match="nowhere") as failed:
         make(load_path=str(tmp_path / "nowhere.pt"))
-    gc.collect()
-    assert module.enabled_kernels() == before
+    assert module.enabled_kernels() == before, "at once: whoever has the error has its Trainer, too"
+    del failed
     with pytest.warns(UserWarning, match="No optimizer"):
         make()
     gc.collect()
