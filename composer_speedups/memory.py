@@ -128,10 +128,10 @@ def predict(
         _apply(algorithms, state, notes)
         batch = _batch(lengths, length, recipe, device)
         meter = OperationMeter(state.model)
-        with meter, get_precision_context(state.precision):
+        with meter:
             # Composer clears gradients once a batch: from the second microbatch on those of the first are there.
             for _ in range(2 if accumulates else 1):
-                with (saved := SavedForBackward(state.model)):
+                with (saved := SavedForBackward(state.model)), get_precision_context(state.precision):
                     outputs = state.model(batch)
                     loss = state.model.loss(outputs, batch)
                 loss.backward()

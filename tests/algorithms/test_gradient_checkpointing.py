@@ -19,7 +19,7 @@ from composer_speedups import GradientCheckpointing, apply_gradient_checkpointin
 from composer_speedups.algorithms import gradient_checkpointing as module
 from composer_speedups.compat import own_checkpointing
 from composer_speedups.errors import ConflictError
-from composer_speedups.memory_meters import SavedForBackward
+from composer_speedups.memory_meters import OperationMeter, SavedForBackward
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
@@ -71,6 +71,21 @@ def test_gradients_are_the_plain_models_bit_for_bit(others: str, first: bool, pr
     found, kept_here = step(twin, precision=precision)
     assert equal(found, expected)
     assert kept_here < kept / 3, "of each block its input is kept, which is a small part of it"
+
+
+def test_casts_of_weights_are_gone_with_their_block() -> None:
+    """Autocast keeps them to the end of the forward pass, for a weight that is used twice: half as much as weights."""
+    held = {}
+    for every in (0, 1):
+        model = bert(hidden_size=128, intermediate_size=512, num_hidden_layers=6).train()
+        assert every == 0 or apply_gradient_checkpointing(model) == 6
+        with torch.autocast("cpu", torch.bfloat16), OperationMeter(model) as meter:
+            loss = model(**batch(rows=1))["loss"]
+            held[every] = meter.now
+            assert torch.is_autocast_cache_enabled()
+        del loss
+    casts = sum(m.weight.nbytes // 2 for m in model.bert.encoder.modules() if isinstance(m, torch.nn.Linear))
+    assert held[1] < casts / 8 < casts < held[0]
 
 
 @pytest.mark.parametrize("fault", ["random numbers", "autocast", "input"])
