@@ -396,7 +396,7 @@ def apply_functions(recipe: Recipe, model: Any, optimizer: Any, loader: Any, dev
         if key == "prefetch_batches":
             if device.type == "cuda" and loader.num_workers:
                 kept.append(apply(loader, device))
-        elif algorithm.stage is Stage.OPTIMIZER:
+        elif algorithm.stage is Stage.OPTIMIZER or key == "gradient_release":
             if kwargs.pop("no_decay_on_bias_and_norm", False):  # the class's: its function takes the groups as they are
                 split_off_no_decay(optimizer)
             kept.append(apply(optimizer, **({"model": model} if key == "adamw_8bit" else {}), **kwargs))

@@ -18,6 +18,7 @@ from composer.loggers import Logger
 
 from composer_speedups.algorithms.torch_compile import compile_statistics
 from composer_speedups.algorithms.unpadding import Unpadding
+from composer_speedups.gradient_buckets import gradients_at_most
 from composer_speedups.graphs import kernel_by_kernel
 from composer_speedups.kernels.attention_kernels import AttentionWatch
 from composer_speedups.measure import Measurement
@@ -40,7 +41,8 @@ _PATIENCE = 5.0  # seconds; where so many steps take longer, one is profiled
 
 
 class MemoryProbe(Callback):
-    """Measures the first step: what autograd keeps, and at its end weights, gradients and optimizer state, in bytes.
+    """Measures the first step: what autograd keeps, and at its end weights, gradients (those that are dropped before,
+    when most are there) and optimizer state, in bytes.
 
     Attributes:
         kinds: bytes by kind, after the step.
@@ -85,7 +87,7 @@ class MemoryProbe(Callback):
         states = [v for o in state.optimizers for entry in o.state.values() for v in entry.values()]
         self.kinds = {
             "weights": tensor_bytes([*parameters, *state.model.buffers()]),
-            "gradients": tensor_bytes(p.grad for p in parameters),
+            "gradients": max(tensor_bytes(p.grad for p in parameters), gradients_at_most(state.optimizers)),
             "optimizer": tensor_bytes(states),
             "activations": max(0, self._most),
         }

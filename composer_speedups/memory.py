@@ -61,7 +61,7 @@ class Memory:
 
     Attributes:
         weights: parameters and buffers.
-        gradients: at the end of the backward pass.
+        gradients: at the end of the backward pass; where they are dropped in it, those that are there at once.
         optimizer: moments and whatever else the optimizer keeps.
         activations: kept by autograd between forward and backward pass, of one microbatch.
         temporary: what the fullest moment needs beyond the larger of activations and gradients (of which one goes as
@@ -128,6 +128,7 @@ def predict(
         _apply(algorithms, state, notes)
         batch = _batch(lengths, length, recipe, device)
         meter = OperationMeter(state.model)
+        released = _Released(algorithms, state.model, meter)
         with meter:
             # Composer clears gradients once a batch: from the second microbatch on those of the first are there.
             for _ in range(2 if accumulates else 1):
@@ -137,12 +138,12 @@ def predict(
                 loss.backward()
         del fake, outputs, loss
         weights = tensor_bytes([*state.model.parameters(), *state.model.buffers()])
-        trained = [p for p in state.model.parameters() if p.grad is not None]
-        gradients = tensor_bytes(p.grad for p in trained)
-        optimizer = optimizer_bytes(algorithms, state.model, trained)
-        during_step = _during_step(algorithms, trained)
+        left = [p for p in state.model.parameters() if p.grad is not None]
+        gradients = max(tensor_bytes(p.grad for p in left), released.most)
+        optimizer = optimizer_bytes(algorithms, state.model, [*released.updated, *left])
+        during_step = _during_step(algorithms, left)
     kept = weights + optimizer
-    peak = kept + max(meter.peak, gradients + during_step)
+    peak = kept + max(meter.peak, released.peak, tensor_bytes(p.grad for p in left) + during_step)
     peak += sum(a.held_bytes(saved.bytes) for a in algorithms if isinstance(a, SpeedUp))
     together = saved.bytes + gradients if accumulates else max(saved.bytes, gradients)
     temporary = max(0, peak - kept - together)
@@ -301,6 +302,32 @@ def _during_step(algorithms: Iterable[Any], trained: Sequence[torch.Tensor]) -> 
     if speedup is None:  # a for-loop: the denominator of one parameter, and its update
         return 2 * max(sizes(trained), default=0)
     return speedup.step_bytes(trained)
+
+
+class _Released:
+    """What of the gradients goes in the backward pass already, as parameters are updated there.
+
+    Attributes:
+        updated: parameters whose gradients went.
+        peak: the fullest moment of those updates, as the meter counts.
+        most: bytes of gradients that were there at once.
+    """
+
+    def __init__(self, algorithms: Iterable[Any], model: torch.nn.Module, meter: OperationMeter) -> None:
+        self.updated: list[torch.nn.Parameter] = []
+        self.peak = 0
+
+        def update(parameters: Sequence[torch.nn.Parameter]) -> None:
+            self.updated += parameters
+            self.peak = max(self.peak, meter.now + _during_step(algorithms, parameters))
+
+        speedups = [a for a in algorithms if isinstance(a, SpeedUp)]
+        found = [a.released(list(model.parameters()), update) for a in speedups]
+        self._buckets = next((buckets for buckets in found if buckets is not None), None)
+
+    @property
+    def most(self) -> int:
+        return 0 if self._buckets is None else self._buckets.most
 
 
 def _optimizer(algorithms: Iterable[Any]) -> OptimizerSpeedUp | None:

@@ -28,6 +28,7 @@ from composer.loggers import Logger
 
 from composer_speedups.after_others import AfterOthers
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+from composer_speedups.gradient_buckets import GradientBuckets
 from composer_speedups.holds import WORK, Hold, IgnoredWarning
 
 __all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination", "conflict", "warn"]
@@ -139,6 +140,13 @@ class SpeedUp(Algorithm):
     def held_bytes(self, activations: int) -> int:
         """Bytes that this holds between steps beside what training does, where a pass keeps `activations` bytes."""
         return 0
+
+    def released(
+        self, parameters: Sequence[torch.nn.Parameter], update: Callable[[Sequence[torch.nn.Parameter]], None]
+    ) -> GradientBuckets | None:
+        """Has `update` called in backward passes with parameters whose gradients go then; None where all of them stay
+        until the optimizer's step."""
+        return None
 
     @abstractmethod
     def install(self, state: State, logger: Logger) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from contract import OPTIMIZERS, USABLE, case
 
-from composer_speedups import compat, memory
+from composer_speedups import apply_gradient_release, compat, memory
 from composer_speedups.algorithms import sdp_attention
 from composer_speedups.errors import ConflictError, UserError
+from composer_speedups.gradient_buckets import gradients_at_most
 from composer_speedups.memory import largest_batch, predict
 from composer_speedups.memory_meters import SavedForBackward, tensor_bytes
 from composer_speedups.recipes import Recipe, load_recipe
@@ -125,15 +126,40 @@ def test_checkpointing_keeps_the_inputs_of_blocks():
     assert checkpointed.gradients == plain.gradients and checkpointed.peak < plain.peak
 
 
-def test_the_leanest_recipe_needs_less_than_a_third():
-    """Issue 4: peak memory of the leanest recipe against fp32 at the same batch, by prediction for BERT-large."""
+def test_the_leanest_recipe_needs_less_than_a_sixth():
+    """At the same batch, by prediction for BERT-large; issue 4 asks for a third."""
     recipes = {name: load(f"memory/{name}", "model.pretrained=false") for name in ("fp32", "leanest")}
     assert recipes["fp32"].batch_size == recipes["leanest"].batch_size == 4
     found = {name: predict(recipe) for name, recipe in recipes.items()}
-    assert found["leanest"].accumulated and found["leanest"].peak < found["fp32"].peak / 3
+    assert found["leanest"].peak < found["fp32"].peak / 6
+    # Its weights, in float32, are three quarters of that; of the gradients the word embeddings' are there.
+    assert 0.7 * found["leanest"].peak < found["leanest"].weights == found["fp32"].weights
+    assert 30522 * 1024 * 4 <= found["leanest"].gradients < found["fp32"].gradients / 10
     assert found["leanest"].optimizer < found["fp32"].optimizer / 500
     # The source counts 14,949 MB, CUDA's own half a GB or so and the allocator's gaps included.
     assert 0.75 * 14949 * 2**20 < found["fp32"].peak < 14949 * 2**20
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["classification", "mlm"])
+def test_released_gradients_are_counted_as_they_are_there(tied: bool):
+    task = ("task.objective=mlm",) if tied else ()
+    plain = predict(load("demo/fp32", *task), lengths=LENGTHS)
+    recipe = load("demo/fp32", *task, "speedups.gradient_release={bucket_mb: 1}")
+    found = predict(recipe, lengths=LENGTHS)
+    model = models.build_empty_model(recipe.model, memory._shape(recipe, 64)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    apply_gradient_release(optimizer, bucket_mb=1)
+    model(**memory._batch(LENGTHS, 64, recipe, torch.device("cpu")))["loss"].backward()
+    assert found.gradients == gradients_at_most([optimizer]) < 0.7 * plain.gradients
+    assert (found.weights, found.optimizer, found.activations) == (plain.weights, plain.optimizer, plain.activations)
+    assert found.peak <= plain.peak
+    # Next to no activations: then the gradients are what the fullest moment has, or has not.
+    short = [
+        predict(load("demo/fp32", *task, *more), lengths=[4], length=8).peak
+        for more in ((), ("speedups.gradient_release={bucket_mb: 1}",))
+    ]
+    embeddings = 8192 * 256 * 4
+    assert short[0] - short[1] == pytest.approx(plain.gradients - max(found.gradients, embeddings), rel=0.1)
 
 
 def test_gradients_stay_from_one_microbatch_to_the_next():

@@ -41,10 +41,10 @@ def test_reproduces_the_published_table(name: str) -> None:
     assert recipe.model.name == "bert-large-uncased"
 
 
-def test_the_suite_is_the_table_and_the_leanest() -> None:
+def test_the_suite_is_the_table_and_what_is_beyond() -> None:
     for hardware in ("cuda", "cpu"):
         suite = load_suite("memory", hardware, check_arguments=False)
-        assert [r.name for r in suite.recipes] == [*TABLE, "memory/leanest"]
+        assert [r.name for r in suite.recipes] == [*TABLE, "memory/gradient_release", "memory/leanest"]
         assert suite.baseline == "memory/fp32"
         assert {r.batch_size for r in suite.recipes} == {4}, "memory is compared at the same batch"
     assert {r.model.pretrained for r in suite.recipes} == {False}, "on a CPU nothing is downloaded"
