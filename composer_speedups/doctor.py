@@ -22,6 +22,7 @@ from composer_speedups.errors import TaskError, UserError
 from composer_speedups.families import UNPADDABLE
 
 if TYPE_CHECKING:
+    from composer_speedups.fitting import Remedy
     from composer_speedups.memory import Memory
     from composer_speedups.recipes import Recipe
 
@@ -62,12 +63,16 @@ class Need:
         memory: bytes by kind.
         free: bytes that are free on the device; None if nobody knows.
         largest: the largest batch that would fit, where `free` is known.
+        remedy: where it does not fit: what to switch on, if anything helps.
+        released: gradients go in the backward pass.
     """
 
     what: str
     memory: Memory
     free: int | None
     largest: int | None
+    remedy: Remedy | None = None
+    released: bool = False
 
     @property
     def fits(self) -> bool | None:
@@ -128,6 +133,7 @@ def memory_need(
     Raises:
         UserError: recipe or model cannot be had, or the model is none whose memory can be predicted.
     """
+    from composer_speedups.fitting import what_fits
     from composer_speedups.memory import free_memory, largest_batch, predict, rows_per_pass
 
     chosen = _recipe_to_predict(model, recipe, batch, length)
@@ -139,12 +145,18 @@ def memory_need(
     # With the texts' own lengths where they count: as many tokens as rows of their mean have.
     mean = None if lengths is None else round(sum(lengths) / len(lengths))
     width = chosen.task.max_length if chosen.task.padding == "max_length" else None
+    remedy = None
+
+    def predicted_for(one: Recipe) -> Memory:
+        return predict(one, batch_size=rows, length=width, lengths=lengths, device=device)
+
     try:
-        predicted = predict(chosen, batch_size=rows, length=width, lengths=lengths, device=device)
+        predicted = predicted_for(chosen)
         if free is not None:
             largest = largest_batch(chosen, free, length=mean)
             # It looks at multiples of eight only: the size that was asked for may lie above the last one that fits.
             largest = max(largest, rows) if predicted.peak <= free else largest
+            remedy = None if predicted.peak <= free else what_fits(chosen, free, predicted_for, device)
     except UserError:
         raise
     except Exception as error:  # what a model that is no encoder makes of a batch of tokens: anything
@@ -154,7 +166,8 @@ def memory_need(
         ) from error
     tokens = f"{chosen.task.max_length} tokens" if mean is None else f"{mean} tokens (the task's mean)"
     label = chosen.name if recipe is not None else "float32 with AdamW"
-    return Need(f"{name}, batch {rows} of {tokens}, {label}", predicted, free, largest)
+    what, released = f"{name}, batch {rows} of {tokens}, {label}", "gradient_release" in chosen.speedups
+    return Need(what, predicted, free, largest, remedy, released)
 
 
 def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None, length: int | None) -> Recipe:

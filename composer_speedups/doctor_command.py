@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from composer_speedups.doctor import Finding, Need
+    from composer_speedups.fitting import Remedy
 
 __all__ = ["DOCTOR_EXAMPLE", "doctor"]
 
@@ -98,6 +99,7 @@ def _memory(console: Console, need: Need) -> None:
     table.add_column(overflow="fold")
     memory = need.memory
     gradients = "kept from one microbatch to the next" if memory.accumulated else "they come as activations go"
+    gradients = "the most that is there at once" if need.released else gradients
     for name, size, text in (
         ("weights", memory.weights, ""),
         ("gradients", memory.gradients, gradients),
@@ -116,9 +118,16 @@ def _memory(console: Console, need: Need) -> None:
                 f"; the largest batch that fits is {need.largest}" if need.largest else "; not even one sample does"
             )
         table.add_row("free here", _size(need.free), f"{'[green]' if need.fits else '[yellow]'}{words}[/]")
+    if need.remedy is not None:
+        table.add_row("with", _size(need.remedy.peak), f"{_remedy(need.remedy)}")
     console.print(table)
     for note in memory.notes:
         console.print(f"  {note}", style="dim", markup=False, highlight=False)
+
+
+def _remedy(remedy: Remedy) -> str:
+    costs = "; ".join(f"{key} ({price})" for key, price in zip(remedy.speedups, remedy.prices, strict=True))
+    return f"{costs}: {'[green]fits[/]' if remedy.fits else '[yellow]does not fit either[/]'}"
 
 
 def _size(size: int) -> str:

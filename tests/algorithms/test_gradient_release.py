@@ -499,6 +499,35 @@ def test_with_the_hugging_face_trainer(tmp_path) -> None:
     same(results[1], results[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["AdamW, fused", "AdamW, foreach", "bitsandbytes, 8-bit"])
+def test_on_a_gpu(kind: str) -> None:
+    """There the hooks run in a thread of the backward pass, and the allocator counts."""
+    weights, peaks, each = [], [], 1024 * 1024 * 4
+    for release in (False, True):
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16))).cuda()
+        optimizer = OPTIMIZERS[kind](layers.parameters())
+        if release:
+            assert apply_gradient_release(optimizer, bucket_mb=2 * each // 1024) == 16
+        x = torch.randn(8, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+        for step in range(3):
+            if step == 2:  # states and work space are there
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = layers(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        weights.append([p.detach().clone() for p in layers.parameters()])
+    same(weights[1], weights[0])
+    # The casts of weights, half of them; and of gradients all, or two and what a step of two takes.
+    assert peaks[0] >= 16 * each and peaks[1] < peaks[0] - 4 * each
+
+
 def test_adafactor_by_the_function() -> None:
     plain, released = bert(), bert()
     optimizers = [torch.optim.AdamW(m.parameters(), **PLAIN) for m in (plain, released)]

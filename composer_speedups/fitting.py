@@ -1,0 +1,86 @@
+"""What to switch on where a recipe does not fit into memory: the cheapest that makes it fit, by prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from composer_speedups import registry
+from composer_speedups.memory import Memory
+from composer_speedups.recipes import Recipe
+
+__all__ = ["Remedy", "what_fits"]
+
+# From what costs nothing to what changes the update; together in this order.
+_LADDER = (("gradient_release",), ("gradient_checkpointing",), ("gradient_release", "gradient_checkpointing"))
+_LADDER += (("gradient_release", "gradient_checkpointing", "adamw_8bit"),)
+_PRICES = {
+    "gradient_release": "the same updates, gradients gone at once",
+    "gradient_checkpointing": "the same gradients, a third more compute",
+    "adamw_8bit": "moments in 8 bits",
+}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Speed-ups to add to a recipe, and what then is held at once.
+
+    Attributes:
+        prices: what each of `speedups` costs, in words.
+        peak: bytes.
+        fits: whether that is there.
+    """
+
+    speedups: tuple[str, ...]
+    prices: tuple[str, ...]
+    peak: int
+    fits: bool
+
+
+def what_fits(recipe: Recipe, free: int, predicted: Callable[[Recipe], Memory], device: torch.device) -> Remedy | None:
+    """The first of some combinations that fits into `free` bytes, or else the leanest; None if none takes any away.
+
+    Args:
+        recipe: which does not fit as it is.
+        free: bytes.
+        predicted: the memory of a recipe like it.
+        device: where it would train.
+    """
+    found: list[Remedy] = []
+    for keys in _combinations(recipe, device):
+        more = recipe.model_copy(update={"speedups": recipe.speedups | {key: {} for key in keys}})
+        peak = predicted(more).peak
+        found.append(Remedy(keys, tuple(_PRICES[key] for key in keys), peak, peak <= free))
+        if found[-1].fits:
+            return found[-1]
+    leanest = min(found, key=lambda remedy: remedy.peak, default=None)
+    return leanest if leanest is not None and leanest.peak < predicted(recipe).peak else None
+
+
+def _combinations(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, ...]]:
+    """Those of the ladder, without what the recipe has or cannot have, each once."""
+    usable = {key for key in _PRICES if _can_have(recipe, key, device)}
+    tried: set[tuple[str, ...]] = set()
+    for keys in _LADDER:
+        left = tuple(key for key in keys if key in usable)
+        if left and left not in tried:
+            tried.add(left)
+            yield left
+
+
+def _can_have(recipe: Recipe, key: str, device: torch.device) -> bool:
+    if key in recipe.speedups or registry.build(key).unavailable(device) is not None:
+        return False
+    slot = registry.speedup_class(key).slot
+    if slot is not None and any(registry.speedup_class(other).slot == slot for other in recipe.speedups):
+        return False
+    if key == "adamw_8bit":
+        return True
+    graphs = "cuda_graphs" in recipe.speedups  # which keep what these give back
+    if key == "gradient_checkpointing":
+        return not graphs
+    accumulates = recipe.microbatch_size is not None and recipe.microbatch_size < recipe.batch_size
+    scaled = recipe.speedups.get("mixed_precision", {}).get("dtype") == "fp16"
+    return not (graphs or accumulates or scaled or "apex_fused_adamw" in recipe.speedups)

@@ -1,0 +1,102 @@
+"""What to switch on where a recipe does not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from composer_speedups import memory
+from composer_speedups.cli import main
+from composer_speedups.fitting import what_fits
+from composer_speedups.memory import Memory, predict
+from composer_speedups.recipes import Recipe, load_recipe
+
+RELEASE, CHECKPOINT, EIGHT = "gradient_release", "gradient_checkpointing", "adamw_8bit"
+CPU = torch.device("cpu")
+
+
+def load(*changes: str) -> Recipe:
+    """Four of BERT-base's layers: 137 MB of weights."""
+    size = "{num_hidden_layers: 4, hidden_size: 768, num_attention_heads: 12, intermediate_size: 3072}"
+    return load_recipe("demo/fp32", [f"model.config={size}", *changes])
+
+
+def of_rows(rows: int) -> Callable[[Recipe], Memory]:
+    """Few: weights, gradients and states are most of it. Many: activations are."""
+    return lambda recipe: predict(recipe, lengths=[64] * rows, length=64)
+
+
+def peak(predicted: Callable[[Recipe], Memory], *keys: str) -> int:
+    recipe = load()
+    return predicted(recipe.model_copy(update={"speedups": recipe.speedups | {key: {} for key in keys}})).peak
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [((RELEASE,), 1), ((CHECKPOINT,), 16), ((RELEASE, CHECKPOINT), 2), ((RELEASE, CHECKPOINT, EIGHT), 1)],
+    ids=["release", "checkpointing", "both", "8-bit states, too"],
+)
+def test_the_cheapest_that_fits(keys: tuple[str, ...], rows: int) -> None:
+    predicted = of_rows(rows)
+    enough, plain = peak(predicted, *keys), peak(predicted)
+    assert enough < plain
+    found = what_fits(load(), enough, predicted, CPU)
+    assert found is not None and (found.speedups, found.peak, found.fits) == (keys, enough, True)
+    assert len(found.prices) == len(keys)
+    less = what_fits(load(), enough - 1, predicted, CPU)
+    assert less is not None and (less.speedups != keys or not less.fits)
+
+
+def test_where_nothing_fits_the_leanest_is_told() -> None:
+    found = what_fits(load(), 1000, of_rows(1), CPU)
+    assert found is not None and not found.fits
+    assert found.peak == peak(of_rows(1), RELEASE, CHECKPOINT, EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "never"),
+    [
+        (("microbatch_size=4",), RELEASE),
+        (("speedups.mixed_precision={dtype: fp16}",), RELEASE),
+        (("speedups.cuda_graphs={}",), RELEASE),
+        (("speedups.cuda_graphs={}",), CHECKPOINT),
+        (("speedups.apex_fused_adamw={}",), RELEASE),
+        (("speedups.adafactor={}",), EIGHT),
+        (("speedups.fused_adamw={}",), EIGHT),
+        (("speedups.gradient_release={}",), RELEASE),
+    ],
+)
+def test_what_the_recipe_cannot_have_is_not_offered(changes: tuple[str, ...], never: str) -> None:
+    recipe, offered = load(*changes), []
+
+    def watched(one: Recipe) -> Memory:
+        offered.append(one.speedups.keys() - recipe.speedups.keys())
+        return of_rows(1)(load())
+
+    what_fits(recipe, 1000, watched, CPU)
+    assert all(never not in keys for keys in offered)
+    assert {RELEASE, CHECKPOINT, EIGHT} - {never} & {key for keys in offered for key in keys}
+
+
+def test_what_has_all_already_gets_no_word() -> None:
+    recipe = load(*(f"speedups.{key}={{}}" for key in (RELEASE, CHECKPOINT, EIGHT)))
+    assert what_fits(recipe, 1000, of_rows(1), CPU) is None
+
+
+def test_the_doctor_says_what_would_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    short = predict(load_recipe("memory/fp32", ["model.pretrained=false"])).peak - 2**30
+    monkeypatch.setattr(memory, "free_memory", lambda device: short)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor", "--recipe", "memory/fp32"]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit; the largest batch that fits is 3" in text
+    assert re.search(r"^with +\d\.\d\d GiB gradient_checkpointing", text, re.M)
+    assert "gradient_checkpointing (the same gradients, a third more compute): fits" in text
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**30)
+    assert main(["doctor", "--recipe", "memory/leanest"]) == 0
+    text = capsys.readouterr().out
+    assert "0.12 GiB the most that is there at once" in text
+    assert "does not fit; not even one sample does" in text and "\nwith " not in text
