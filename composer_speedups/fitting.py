@@ -81,6 +81,5 @@ def _can_have(recipe: Recipe, key: str, device: torch.device) -> bool:
     graphs = "cuda_graphs" in recipe.speedups  # which keep what these give back
     if key == "gradient_checkpointing":
         return not graphs
-    accumulates = recipe.microbatch_size is not None and recipe.microbatch_size < recipe.batch_size
     scaled = recipe.speedups.get("mixed_precision", {}).get("dtype") == "fp16"
-    return not (graphs or accumulates or scaled or "apex_fused_adamw" in recipe.speedups)
+    return not (graphs or recipe.accumulates or scaled or "apex_fused_adamw" in recipe.speedups)

@@ -118,7 +118,6 @@ def predict(
         notes += [f"all rows counted as full: {a.key()} regroups them by length" for a in algorithms if a.regroups]
         if "unpadding" in recipe.speedups:
             notes.append("all rows counted as full: unpadding keeps the less, the shorter the texts are")
-    accumulates = recipe.microbatch_size is not None and recipe.microbatch_size < recipe.batch_size
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with _as_before(), _quiet():
         shape = _shape(recipe, length) if task is None else task
@@ -131,7 +130,7 @@ def predict(
         released = _Released(algorithms, state.model, meter)
         with meter:
             # Composer clears gradients once a batch: from the second microbatch on those of the first are there.
-            for _ in range(2 if accumulates else 1):
+            for _ in range(2 if recipe.accumulates else 1):
                 with (saved := SavedForBackward(state.model)), get_precision_context(state.precision):
                     outputs = state.model(batch)
                     loss = state.model.loss(outputs, batch)
@@ -145,9 +144,9 @@ def predict(
     kept = weights + optimizer
     peak = kept + max(meter.peak, released.peak, tensor_bytes(p.grad for p in left) + during_step)
     peak += sum(a.held_bytes(saved.bytes) for a in algorithms if isinstance(a, SpeedUp))
-    together = saved.bytes + gradients if accumulates else max(saved.bytes, gradients)
+    together = saved.bytes + gradients if recipe.accumulates else max(saved.bytes, gradients)
     temporary = max(0, peak - kept - together)
-    return Memory(weights, gradients, optimizer, saved.bytes, temporary, peak, tuple(notes), accumulates)
+    return Memory(weights, gradients, optimizer, saved.bytes, temporary, peak, tuple(notes), recipe.accumulates)
 
 
 def rows_per_pass(recipe: Recipe, length: int | None = None) -> int:

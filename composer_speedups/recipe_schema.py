@@ -205,6 +205,11 @@ class RecipeFields(_Fields):
     workers: int = _field("an integer from 0 to 64", "2", 0, ge=0, le=64)
     published: Published | None = _field("a mapping", "{samples_per_second: 137}", None)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of an update come from several forward passes."""
+        return self.microbatch_size is not None and self.microbatch_size < self.batch_size
+
     @model_validator(mode="after")
     def _fits_together(self) -> RecipeFields:
         if self.microbatch_size is not None and self.microbatch_size > self.batch_size:

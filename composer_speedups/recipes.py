@@ -404,7 +404,7 @@ def check_speedups(recipe: Recipe) -> list[SpeedUp]:
 
     Raises:
         RecipeError: an argument is wrong.
-        ConflictError: two contradict each other.
+        ConflictError: two contradict each other, or one cannot be had with accumulated gradients.
     """
     from composer_speedups.speedup import conflict  # imports Composer
 
@@ -424,6 +424,12 @@ def check_speedups(recipe: Recipe) -> list[SpeedUp]:
         raise ConflictError(
             f"{recipe.where('speedups', key)}: {other} ({recipe.where('speedups', other)}) and {key} contradict each "
             f"other: both set the {place}. Keep one; {other}: null removes an inherited one"
+        )
+    if recipe.accumulates and (at_once := next((one.key() for one in built if one.at_once), None)):
+        raise ConflictError(
+            f"{recipe.where('microbatch_size')}: microbatch_size {recipe.microbatch_size} of {recipe.batch_size} "
+            f"accumulates gradients, and {at_once} ({recipe.where('speedups', at_once)}) uses them as they come. Set "
+            f"microbatch_size: null, with gradient_checkpointing if the batch is too large, or {at_once}: null"
         )
     return built
 

@@ -81,6 +81,8 @@ class SpeedUp(Algorithm):
             `recommend` keeps the faster one.
         regroups: whether it makes batches by length. Over less than an epoch samples/s then says which lengths came up,
             so speed is compared by real tokens/s.
+        at_once: whether it uses gradients as they come: it is for one process and one forward pass of the whole batch,
+            and a recipe that accumulates gradients is refused with it.
         events: events beyond `Event.INIT` on which `on_event` is called.
         evidence: what was changed, filled by `report`; the ablation study shows it beside the speed.
     """
@@ -91,6 +93,7 @@ class SpeedUp(Algorithm):
     choices: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     redundant_with: ClassVar[dict[str, str]] = {}
     regroups: ClassVar[bool] = False  # `registry.regrouping` finds a class by the line `regroups = True` in its file
+    at_once: ClassVar[bool] = False
     events: ClassVar[frozenset[Event]] = frozenset()
 
     _installed_in: weakref.ref[State] | None = None

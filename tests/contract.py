@@ -23,8 +23,7 @@ class Case:
     And what it promises less than others: an approximation is off by `approximates` in all gradients together, as its
     card counts; an optimizer may have moments that no other's can become (`own_moments`), or none of sharded parameters
     (`shards=False`: then it refuses FSDP and names `fused_adamw`), and after thirty steps be further from AdamW's loss
-    than the share `ends_within` of what that gained. What uses gradients as they come is for one process that takes the
-    batch at once (`at_once`): it refuses DDP, FSDP and microbatches, with what to do instead.
+    than the share `ends_within` of what that gained.
     """
 
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +33,6 @@ class Case:
     approximates: float = 0.0
     own_moments: bool = False
     shards: bool = True
-    at_once: bool = False
     ends_within: float = 0.05
 
     @property
@@ -51,7 +49,7 @@ CASES = {
     "bnb_adamw": Case(own_moments=True, shards=False),
     "adamw_8bit": Case(own_moments=True, shards=False),
     "adafactor": Case(own_moments=True, shards=False),
-    "gradient_release": Case(shards=False, at_once=True),
+    "gradient_release": Case(shards=False),
     "masked_token_head": Case(head="mlm"),
     "fused_cross_entropy": Case(head="mlm"),
     # Of a layer with an adapter the bias is not what is added last.
@@ -76,6 +74,11 @@ def here() -> torch.device:
 def usable(key: str) -> bool:
     """Whether this machine's CPU can use the speed-up; the others are held to their clear error."""
     return make(key).unavailable(here()) is None
+
+
+def at_once(key: str) -> bool:
+    """Whether `key` is for one process that takes the batch at once; DDP, FSDP and microbatches are refused then."""
+    return key in ALL and registry.speedup_class(key).at_once
 
 
 ALL = registry.keys()

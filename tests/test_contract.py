@@ -28,6 +28,7 @@ from contract import (
     ALL,
     UNUSABLE,
     USABLE,
+    at_once,
     batch,
     bert,
     case,
@@ -601,7 +602,7 @@ def test_microbatches_give_the_update_of_the_full_batch(key: str, trainer_for) -
     head = case(key).head
     if head == "mlm":
         pytest.skip("Composer weighs microbatches by samples, an MLM loss is a mean over its own tokens")
-    if case(key).at_once:
+    if at_once(key):
         trainer = trainer_for([make(key)], bert(head), head, device_train_microbatch_size=2)
         with pytest.raises(ConflictError, match=r"device_train_microbatch_size is 2 of 8.* remove the speed-up"):
             trainer.fit()

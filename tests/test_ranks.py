@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import USABLE, case
+from contract import USABLE, at_once, case
 from filelock import FileLock
 from ranks_worker import PLAIN, TOGETHER, train
 
@@ -91,7 +91,7 @@ def same_samples(key: str) -> bool:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_train_as_one_with_the_joint_batch(strategy: str, key: str, on_two_ranks, on_one_rank) -> None:
     two = on_two_ranks[strategy][key]
-    if (strategy == "fsdp2" and not case(key).shards) or case(key).at_once:
+    if (strategy == "fsdp2" and not case(key).shards) or at_once(key):
         assert two["clear"], two
         assert "FSDP" in two["error"] and "Use fused_adamw" in two["error"] and "\n" not in two["error"]
         return
@@ -129,7 +129,7 @@ def test_other_rows_would_be_noticed(on_one_rank) -> None:
 
 
 def test_every_optimizer_was_tried_under_fsdp() -> None:
-    tried = {k for k in USABLE if registry.speedup_class(k).stage is Stage.OPTIMIZER or case(k).at_once}
+    tried = {k for k in USABLE if registry.speedup_class(k).stage is Stage.OPTIMIZER or at_once(k)}
     assert {"adafactor", "adamw_8bit", "bnb_adamw"} <= {k for k in USABLE if not case(k).shards} <= tried
 
 

@@ -266,6 +266,14 @@ def test_contradictions_are_found_when_loading(write) -> None:
     assert "contradict each other" in message
 
 
+def test_what_uses_gradients_as_they_come_is_not_for_those_that_accumulate(write) -> None:
+    own = "microbatch_size: 2\nspeedups: {gradient_release: {}}\n"
+    message = refusal(write(f"batch_size: 8\n{own}"), check_arguments=True)
+    assert message.startswith("mine.yaml:2: microbatch_size 2 of 8 accumulates gradients, and gradient_release (mine.y")
+    assert "Set microbatch_size: null" in message and "gradient_release: null" in message
+    load_recipe(write(f"batch_size: 2\n{own}"))
+
+
 def test_unknown_recipes_and_suites(write) -> None:
     write("")
     assert refusal("finetune/fp23").startswith("unknown recipe 'finetune/fp23'. Nearest: finetune/fp32")

@@ -16,7 +16,7 @@ from rich.console import Console
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.presence import Presence
 from composer_speedups.cli import main
-from composer_speedups.errors import SpeedUpUnavailable, UserError
+from composer_speedups.errors import ConflictError, SpeedUpUnavailable, UserError
 from composer_speedups.recipes import load_recipe
 from composer_speedups.tune_command import memory_bytes
 from composer_speedups.tuning import rate as rates
@@ -88,6 +88,12 @@ def test_the_effective_batch_can_stay(tmp_path: Path, isolation: Isolation):
     assert result.recipe is not None
     found = load_recipe(tmp_path / "x.yaml", check_arguments=False)
     assert (found.batch_size, found.microbatch_size, found.learning_rate) == (512, 128, 1e-3)
+
+
+def test_what_takes_the_batch_at_once_has_no_microbatch_to_search(tmp_path: Path):
+    with pytest.raises(ConflictError, match=r"no microbatch to search.* or add speedups.gradient_release=null"):
+        search(tmp_path / "x.yaml", overrides=["speedups.gradient_release={}"], constant=True, rate=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_batches_and_warm_up_counted_in_batches_last_as_many_samples(tmp_path: Path, isolation: Isolation):

@@ -107,6 +107,7 @@ class GradientRelease(SpeedUp):
 
     stage = Stage.LOOP
     for_memory = True
+    at_once = True
     events = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.BATCH_START, Event.FIT_END})
 
     def __init__(self, bucket_mb: int = 32) -> None:

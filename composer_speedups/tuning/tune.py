@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from composer_speedups import hardware
+from composer_speedups import hardware, registry
 from composer_speedups.ablation.estimate import duration
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.study import Entries
-from composer_speedups.errors import UserError
+from composer_speedups.errors import ConflictError, UserError
 from composer_speedups.tasks.inputs import marks, read_by
 from composer_speedups.tuning.progress import Display
 from composer_speedups.tuning.rate import optuna_or_error
@@ -84,6 +84,8 @@ def tune(
     """
     settings, console = settings or Settings(), console or Console()
     check_output(out, overwrite)
+    if settings.constant:
+        _refuse_microbatches(recipe)
     if settings.rate:
         optuna_or_error()
     own = isolation is None
@@ -133,6 +135,15 @@ def tune(
             record.close()
         if own:
             isolation.close()
+
+
+def _refuse_microbatches(recipe: Recipe) -> None:
+    for key in recipe.speedups:
+        if registry.speedup_class(key).at_once:
+            raise ConflictError(
+                f"{key} takes the batch at once, so that there is no microbatch to search. Leave out "
+                f"--constant-effective-batch, or add speedups.{key}=null"
+            )
 
 
 def _asked(settings: Settings) -> dict[str, Any]:
