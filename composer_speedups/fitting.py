@@ -82,4 +82,5 @@ def _can_have(recipe: Recipe, key: str, device: torch.device) -> bool:
     if key == "gradient_checkpointing":
         return not graphs
     scaled = recipe.speedups.get("mixed_precision", {}).get("dtype") == "fp16"
-    return not (graphs or recipe.accumulates or scaled or "apex_fused_adamw" in recipe.speedups)
+    compiled = recipe.speedups.get("torch_compile", {"scope": "none"}).get("scope", "model") == "model"
+    return not (graphs or recipe.accumulates or scaled or compiled or "apex_fused_adamw" in recipe.speedups)

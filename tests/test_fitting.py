@@ -64,6 +64,7 @@ def test_where_nothing_fits_the_leanest_is_told() -> None:
         (("speedups.cuda_graphs={}",), RELEASE),
         (("speedups.cuda_graphs={}",), CHECKPOINT),
         (("speedups.apex_fused_adamw={}",), RELEASE),
+        (("speedups.torch_compile={}",), RELEASE),
         (("speedups.adafactor={}",), EIGHT),
         (("speedups.fused_adamw={}",), EIGHT),
         (("speedups.gradient_release={}",), RELEASE),

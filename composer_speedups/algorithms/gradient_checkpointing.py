@@ -4,14 +4,15 @@ them.
 **Why it is faster.** By itself it is not: it buys memory with time. Of each block only the input is kept; everything
 between, which is most of what a training step holds, is made again when the backward pass comes to the block.
 Autocast's casts of a block's weights, which it would keep to the end of the forward pass, go with the block: half as
-much again as the weights. What is saved can go into a larger batch, a longer text or a larger model, which is where
+much as the weights. What is saved can go into a larger batch, a longer text or a larger model, which is where
 speed may come from. In arithmetic: a backward pass costs two forward passes, so a second forward pass of the blocks is
 a third more compute.
 
 **Numerics.** The same operations on the same numbers. Gradients equal the plain model's bit for bit wherever its
 operations are deterministic, with dropout, too: the state of PyTorch's generators is kept for each block and put
 back for the recomputation, as is autocast. `FastDropout`, `FusedDropoutAddNorm` and `Unpadding` take their keys from
-those generators.
+those generators. Only of an encoder that is called twice under one autocast (two texts of a pair, say) are the two
+gradients of a weight added in float32 then, and not in 16 bits.
 
 **When it pays.** When memory is what limits you: `composer-speedups doctor --recipe NAME` says what a step of your
 model keeps with it and without. `every=2` recomputes every second block: half the saving for half the price.
@@ -30,8 +31,6 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, http
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -52,6 +51,8 @@ __all__ = ["GradientCheckpointing", "apply_gradient_checkpointing"]
 
 log = logging.getLogger("composer_speedups")
 
+_SHARED = "_casts_come_again"  # of a block: whether the model calls it more than once in a pass
+
 
 def apply_gradient_checkpointing(model: torch.nn.Module, every: int = 1) -> int:
     """Let the repeated blocks of `model` recompute their activations in backward, in place; return how many.
@@ -71,8 +72,10 @@ def apply_gradient_checkpointing(model: torch.nn.Module, every: int = 1) -> int:
     check_count("every", every)
     _refuse_own(model)
     blocks = [block for block in repeated_blocks(model)[::every] if not isinstance(block, _Checkpointed)]
+    shared = _shares(model, len(repeated_blocks(model)))
     for block in blocks:
         mix_in(_Checkpointed, block)
+        block.__dict__[_SHARED] = shared
     return len(blocks)
 
 
@@ -142,11 +145,6 @@ class _Checkpointed:
             args, kwargs = _without_cache(args, kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(call, *args, use_reentrant=False, **kwargs)
-        with _casts_not_kept():
-            return self._checkpoint(call, args, kwargs)
-
-    @staticmethod
-    def _checkpoint(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         # All by position: of tensors given by name `checkpoint` would not look at the device, whose generator it
         # then would not keep, and dropout on a GPU would draw another mask.
         names, count = tuple(kwargs), len(args)
@@ -154,19 +152,17 @@ class _Checkpointed:
         def run(*values: Any) -> Any:
             return call(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+        out = checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+        if not self.__dict__.get(_SHARED, True):
+            # Autocast would keep its casts of weights until the model's forward pass is over: half the weights' memory.
+            torch.clear_autocast_cache()
+        return out
 
 
-@contextmanager
-def _casts_not_kept() -> Iterator[None]:
-    """Autocast keeps its casts of weights until the model's forward pass is over: half the weights' memory, and in
-    vain, as no block comes twice before that."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+def _shares(model: torch.nn.Module, blocks: int) -> bool:
+    """Whether a block stands for several layers, as ALBERT's do."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return any(getattr(config, "num_hidden_layers", blocks) > blocks for config in configs)
 
 
 def _without_cache(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

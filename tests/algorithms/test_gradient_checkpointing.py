@@ -11,7 +11,7 @@ import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import ComposerClassifier, HuggingFaceModel
 from contract import batch, bert
-from small import stock_checkpointing
+from small import config_of, stock_checkpointing
 from torch._dynamo.utils import counters
 
 import composer_speedups
@@ -82,10 +82,26 @@ def test_casts_of_weights_are_gone_with_their_block() -> None:
         with torch.autocast("cpu", torch.bfloat16), OperationMeter(model) as meter:
             loss = model(**batch(rows=1))["loss"]
             held[every] = meter.now
-            assert torch.is_autocast_cache_enabled()
         del loss
     casts = sum(m.weight.nbytes // 2 for m in model.bert.encoder.modules() if isinstance(m, torch.nn.Linear))
     assert held[1] < casts / 8 < casts < held[0]
+
+
+@pytest.mark.parametrize("family", ["albert", "albert of two groups", "deberta"])
+def test_weights_that_are_used_more_than_once_under_autocast(family: str) -> None:
+    """The gradients of their uses are added in 16 bits, as one cast was used: to be so with checkpointing, too."""
+    sizes = dict(vocab_size=128, hidden_size=32, num_attention_heads=4, intermediate_size=64, num_labels=3)
+    torch.manual_seed(0)
+    if family == "deberta":  # one projection for keys and for the keys of positions
+        config = config_of("DebertaV2", num_hidden_layers=2, **sizes)
+        plain = transformers.DebertaV2ForSequenceClassification(config).train()
+    else:
+        groups = 1 if family == "albert" else 2
+        config = transformers.AlbertConfig(num_hidden_layers=4, num_hidden_groups=groups, embedding_size=16, **sizes)
+        plain = transformers.AlbertForSequenceClassification(config).train()
+    twin = copy.deepcopy(plain)
+    assert apply_gradient_checkpointing(twin) > 0
+    assert equal(step(twin, precision="bf16")[0], step(plain, precision="bf16")[0])
 
 
 @pytest.mark.parametrize("fault", ["random numbers", "autocast", "input"])

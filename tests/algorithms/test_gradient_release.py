@@ -13,6 +13,7 @@ import transformers
 from composer import Callback, Trainer
 from composer.algorithms import SAM, GradientClipping
 from composer.algorithms.warnings import NoEffectWarning
+from composer.callbacks import OptimizerMonitor
 from composer.models import HuggingFaceModel
 from composer.optim import DecoupledAdamW, DecoupledSGDW, LinearWithWarmupScheduler
 from contract import batch, bert, loader
@@ -32,7 +33,7 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms import gradient_release as module
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.gradient_buckets import GradientBuckets, gradients_at_most
+from composer_speedups.gradient_buckets import GradientBuckets, gradients_at_most, update_alone
 from composer_speedups.memory_meters import OperationMeter, tensor_bytes
 
 RATE = {"lr": 1e-2}
@@ -129,9 +130,7 @@ def test_of_gradients_only_a_bucket_is_there() -> None:
 def test_other_gradients_wait_for_their_own_bucket(hidden: bool, monkeypatch) -> None:
     """Those that are there already are not updated twice; the test of all updates would tell."""
     if not hidden:  # planted: all that is there is updated with each bucket
-        monkeypatch.setattr(
-            module._Update, "__call__", lambda self, _: module._step_of(torch.optim.AdamW)(self._optimizer())
-        )
+        monkeypatch.setattr(module, "update_alone", lambda optimizer, _: torch.optim.AdamW.step.__wrapped__(optimizer))
     plain, released = bert(), bert()
     expected = train(plain, torch.optim.AdamW(groups(plain), **PLAIN))[0]
     optimizer = torch.optim.AdamW(groups(released), **PLAIN)
@@ -144,13 +143,12 @@ def test_an_update_that_fails_leaves_the_other_gradients() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(layers.parameters(), **PLAIN)
     apply_gradient_release(optimizer)  # one bucket
-    update = module._Update(optimizer)
     layers(torch.ones(1, 4)).sum().backward()
     for p in layers.parameters():
         p.grad = torch.ones_like(p)
     optimizer.param_groups[0]["betas"] = None  # it fails in the middle
     with pytest.raises(TypeError):
-        update([layers[1].weight])
+        update_alone(optimizer, [layers[1].weight])
     assert all(p.grad is not None for p in layers.parameters())
 
 
@@ -272,7 +270,9 @@ def test_another_optimizer_for_the_same_model() -> None:
     plain, released = bert(), bert()
     first = torch.optim.AdamW(released.parameters(), **PLAIN)
     apply_gradient_release(first, 1)
-    with pytest.raises(ConflictError, match="another optimizer updates these parameters in the backward pass already"):
+    with pytest.raises(
+        ConflictError, match=r"another optimizer updates these parameters .* delete the other optimizer"
+    ):
         apply_gradient_release(torch.optim.AdamW(released.parameters(), **PLAIN), 1)
     del first
     gc.collect()
@@ -281,6 +281,82 @@ def test_another_optimizer_for_the_same_model() -> None:
         train(plain, torch.optim.AdamW(plain.parameters(), **PLAIN)),
     )
     assert not any(p._post_accumulate_grad_hooks for p in released.parameters())
+
+
+def test_ddp_of_one_process_is_told() -> None:
+    """It writes gradients back from its buckets: each update would come twice."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), **PLAIN)
+    apply_gradient_release(optimizer)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        wrapped(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(ConflictError, match=r"there again\. DistributedDataParallel writes them back") as told:
+            optimizer.step()
+        assert "\n" not in str(told.value)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_after_a_step_that_was_broken_off() -> None:
+    """A loop of one's own goes on with `step`, and nothing is forgotten of what comes in each step."""
+    model, x = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6))), torch.ones(2, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), **PLAIN)
+    apply_gradient_release(optimizer, bucket_mb=8)  # KiB: two layers
+
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("planted")
+
+    y = model[:3](x)
+    y.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):  # with the fourth layer's gradients there, and not the third's
+        model[3:](y).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(ConflictError, match=r"After a step that was broken off call optimizer.step\(\) first"):
+        model(x).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    for _ in range(2):
+        model(x).sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_sparse_gradients() -> None:
+    plain = torch.nn.Embedding(50, 8, sparse=True)
+    released, ids = copy.deepcopy(plain), torch.tensor([3, 3, 7])
+    for table in (plain, released):
+        optimizer = torch.optim.SparseAdam(table.parameters(), lr=1e-2)
+        if table is released:
+            apply_gradient_release(optimizer)
+        for _ in range(2):
+            table(ids).square().sum().backward()
+            assert table is plain or table.weight.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+    same(released.weight, plain.weight)
+    assert gradients_at_most([optimizer]) == 3 * (8 * 4 + 8) or gradients_at_most([optimizer]) == 2 * (8 * 4 + 8)
+
+
+def test_each_group_has_buckets_of_its_own() -> None:
+    """Biases and norms of all layers are a group as a rule, which is complete when the first layer is."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(8)))
+    optimizer = torch.optim.AdamW(groups(model), **PLAIN)
+    apply_gradient_release(optimizer, bucket_mb=8)  # KiB: two layers
+    model(torch.ones(1, 32)).sum().backward()
+    # Of two layers the matrices, and the biases of all until the first one's, which comes before its matrix.
+    assert gradients_at_most([optimizer]) == 2 * 32 * 32 * 4 + 6 * 32 * 4
+
+
+def test_an_optimizer_that_becomes_one_which_counts_for_all_is_refused() -> None:
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters(), **PLAIN)
+    apply_gradient_release(optimizer)
+    optimizer.__class__ = type(lookalike_of_apex(layer.parameters()))
+    with pytest.raises(SpeedUpUnavailable, match=r"apex\.optimizers\.fused_adam\.FusedAdam, whose update may look"):
+        layer(torch.ones(1, 2)).sum().backward()
 
 
 def test_copies_are_as_ever() -> None:
@@ -349,7 +425,6 @@ BESIDE = {
     "unpadding": lambda: [MixedPrecision("bf16"), Unpadding(), FusedAdamW()],
     "checkpointing": lambda: [GradientCheckpointing()],
     "blocks compiled": lambda: [TorchCompile(scope="block", backend="aot_eager")],
-    "all compiled": lambda: [TorchCompile(scope="model", backend="aot_eager")],
 }
 
 
@@ -363,96 +438,166 @@ def test_a_trainer_ends_where_it_would(beside: str) -> None:
     same(list(released.parameters()), list(plain.parameters()))
     whole = tensor_bytes(plain.parameters()) / 1024
     assert release.evidence["buckets"] > 5
-    # Whole models compiled bring all gradients at once, and those are gone just as soon.
-    assert 0 < release.evidence["gradients_mb"] <= whole
+    assert 0 < release.evidence["gradients_mb"] < whole / 2
     assert not any(p._post_accumulate_grad_hooks for p in released.parameters()), "a closed Trainer leaves nothing"
 
 
-def test_only_fits_release_and_each_of_them_does() -> None:
-    model = bert()
-    optimizer = torch.optim.AdamW(model.parameters(), **PLAIN)
-    seen: list[bool] = []
-
-    class Watch(Callback):
-        def after_train_batch(self, state, logger) -> None:
-            seen.append(any(p.grad is not None for p in model.parameters()))
-
-    trainer = Trainer(
+def made(algorithms, model, optimizer, callbacks=(), **settings) -> Trainer:
+    return Trainer(
         model=HuggingFaceModel(model, metrics=[], use_logits=True),
         optimizers=optimizer,
-        algorithms=[GradientRelease(1)],
-        callbacks=[Watch()],
-        train_dataloader=loader(),
-        max_duration="2ba",
-        device="cpu",
-        progress_bar=False,
-        loggers=[],
+        algorithms=algorithms,
+        callbacks=list(callbacks),
+        **{"train_dataloader": loader(), "max_duration": "2ba", "device": "cpu", "progress_bar": False, "loggers": []}
+        | settings,
     )
+
+
+class Left(Callback):
+    """How many gradients are there when the backward pass is over."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def after_train_batch(self, state, logger) -> None:
+        self.seen.append(sum(p.grad is not None for p in state.model.parameters()))
+
+
+def own_backward_passes(model: torch.nn.Module) -> None:
+    """The user's: as many as they like, and no weight moves."""
+    before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
-        before = [p.detach().clone() for p in model.parameters()]
         model(**batch()).loss.backward()
-        model(**batch()).loss.backward()  # the user's own: as many as they like
-        assert all(p.grad is not None for p in model.parameters())
-        same(list(model.parameters()), before)
+    assert all(p.grad is not None for p in model.parameters())
+    same(list(model.parameters()), before)
+
+
+def test_only_fits_release_and_each_of_them_does() -> None:
+    model, left = bert(), Left()
+    trainer = made([GradientRelease(1)], model, torch.optim.AdamW(model.parameters(), **PLAIN), [left])
+    for _ in range(2):
+        own_backward_passes(model)
         trainer.fit(duration="2ba")
-    assert seen == [False] * 4
-    with pytest.warns(NoEffectWarning, match="the model has it already"):
-        fit([GradientRelease(1)], model, optimizer)
+    own_backward_passes(model)
+    assert left.seen == [0] * 4
     trainer.close()
 
 
-def test_a_step_that_was_broken_off_does_not_count() -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("event", ["after_backward", "batch_end"])
+def test_a_fit_that_was_broken_off(error, event: str) -> None:
     class Fails(Callback):
-        def after_backward(self, state, logger) -> None:
-            if state.timestamp.batch == 1 and not self.done:
-                self.done = True
-                raise RuntimeError("planted")
-
         done = False
 
+        def fail(self, state, logger) -> None:
+            if not self.done:
+                self.done = True
+                raise error("planted")
+
+    failing = Fails()
+    setattr(failing, event, failing.fail)
+    model, left = bert(), Left()
+    trainer = made([GradientRelease(1)], model, torch.optim.AdamW(model.parameters(), **PLAIN), [failing, left])
+    with pytest.raises(error, match="planted"):
+        trainer.fit()
+    own_backward_passes(model)
+    left.seen.clear()
+    trainer.fit(duration="2ba")
+    assert left.seen == [0, 0]
+    trainer.close()
+
+
+@pytest.mark.parametrize("first", ["open", "closed later", "dropped"])
+@pytest.mark.parametrize("same_optimizer", [True, False])
+def test_another_trainer_for_the_model(first: str, same_optimizer: bool) -> None:
+    """As a notebook's cell that is run again makes it, with the old one still somewhere."""
     model = bert()
     optimizer = torch.optim.AdamW(model.parameters(), **PLAIN)
-    trainer = Trainer(
-        model=HuggingFaceModel(model, metrics=[], use_logits=True),
-        optimizers=optimizer,
-        algorithms=[GradientRelease(1)],
-        callbacks=[Fails()],
-        train_dataloader=loader(),
-        max_duration="3ba",
-        device="cpu",
-        progress_bar=False,
-        loggers=[],
-    )
-    with pytest.raises(RuntimeError, match="planted"):
-        trainer.fit()
-    trainer.fit()
-    assert trainer.state.timestamp.batch == 3
+    old = made([GradientRelease(1)], model, optimizer)
+    old.fit()
+    left, again = Left(), GradientRelease(1)
+    if not same_optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), **PLAIN)
+    trainer = made([again], model, optimizer, [left])
+    if first == "closed later":
+        old.close()
+    elif first == "dropped":
+        del old
+        gc.collect()
+    trainer.fit(duration="2ba")
+    assert left.seen == [0, 0] and again.evidence["buckets"] > 5
     trainer.close()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_trainer_that_could_not_be_made_is_in_nobodys_way(tmp_path) -> None:
+    model = bert()
+    with pytest.raises(FileNotFoundError) as told:
+        made(
+            [GradientRelease(1)],
+            model,
+            torch.optim.AdamW(model.parameters(), **PLAIN),
+            load_path=str(tmp_path / "x.pt"),
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), **PLAIN)
+    assert apply_gradient_release(optimizer, 1) > 0
+    del told
+
+
+def test_an_optimizer_that_releases_already_goes_on_by_itself() -> None:
+    model, left = bert(), Left()
+    optimizer = torch.optim.AdamW(model.parameters(), **PLAIN)
+    apply_gradient_release(optimizer, 1)
+    with pytest.warns(NoEffectWarning, match="the model has it already"):
+        trainer = made([GradientRelease(1)], model, optimizer, [left])
+    trainer.fit()
+    trainer.close()
+    assert left.seen == [0, 0]
+    assert GradientBuckets.of(optimizer) is not None, "the user's own, and not the Trainer's to take away"
+
+
+class MyClipping(GradientClipping):
+    pass
 
 
 @pytest.mark.filterwarnings("ignore:SAM has known issues")
 @pytest.mark.parametrize(
-    ("others", "settings", "message"),
+    ("others", "message"),
     [
-        (lambda: [GradientClipping("norm", 1.0)], {}, "before GradientClipping could look at all of them. Remove one"),
-        (lambda: [SAM()], {}, "SAM could look at all of them|may look at all gradients together"),
-        (list, {"device_train_microbatch_size": 2}, "where gradients are accumulated .*is 2 of 8"),
+        (lambda: {"algorithms": [GradientClipping("norm", 1.0)]}, "before GradientClipping could look at all"),
+        (lambda: {"algorithms": [MyClipping("norm", 1.0)]}, "before MyClipping could look at all of them. Remove one"),
+        (lambda: {"algorithms": [SAM()]}, "before SAM could look at all of them"),
+        (lambda: {"callbacks": [OptimizerMonitor()]}, "before OptimizerMonitor could look at all of them"),
+        (lambda: {"algorithms": [TorchCompile()]}, "Use torch_compile with scope: block"),
+        (lambda: {"device_train_microbatch_size": 2}, "where gradients are accumulated .*is 2 of 8"),
+        (
+            lambda: {"device_train_microbatch_size": 2, "train_dataloader": without_batch_size()},
+            "where gradients are accumulated .*is 2 of 8",
+        ),
     ],
-    ids=["clipping", "SAM", "microbatches"],
+    ids=["clipping", "own clipping", "SAM", "monitor", "compiled", "microbatches", "microbatches of a sampler"],
 )
-def test_what_looks_at_all_gradients_is_refused_before_training(others, settings, message) -> None:
-    for algorithms in ([GradientRelease(), *others()], [*others(), GradientRelease()]):
-        model = bert()
+def test_what_looks_at_all_gradients_is_refused_before_training(others, message) -> None:
+    for before_it in (True, False):
+        model, settings = bert(), others()
+        algorithms = settings.pop("algorithms", [])
+        listed = [*algorithms, GradientRelease()] if before_it else [GradientRelease(), *algorithms]
         before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises((ConflictError, SpeedUpUnavailable), match=message) as told:
-            fit(algorithms, model, **settings)
+            made(listed, model, torch.optim.AdamW(model.parameters(), **PLAIN), **settings).fit()
         assert "\n" not in str(told.value)
         same(list(model.parameters()), before)
 
 
+def without_batch_size() -> torch.utils.data.DataLoader:
+    data = loader().dataset
+    return torch.utils.data.DataLoader(data, batch_sampler=[[*range(8)], [*range(8, 16)]])
+
+
 def state(**others) -> SimpleNamespace:
-    plain = {"algorithms": [], "precision": module.Precision.AMP_BF16}
-    return SimpleNamespace(**{**plain, "dataloader": None, "auto_microbatching": False, **others})
+    plain = {"algorithms": [], "callbacks": [], "precision": module.Precision.AMP_BF16, "auto_microbatching": False}
+    return SimpleNamespace(**{**plain, "optimizers": [None], **others})
 
 
 @pytest.mark.parametrize(
@@ -460,18 +605,13 @@ def state(**others) -> SimpleNamespace:
     [
         ({"precision": module.Precision.AMP_FP16}, "Use mixed_precision with dtype: bf16"),
         ({"algorithms": [CUDAGraphs()]}, "cuda_graphs keeps the memory"),
+        ({"auto_microbatching": True}, "device_train_microbatch_size is 'auto'"),
     ],
-    ids=["fp16", "graphs"],
+    ids=["fp16", "graphs", "automatic microbatches"],
 )
 def test_what_needs_a_gpu_to_be_refused(others, message) -> None:
     with pytest.raises(ConflictError, match=message):
-        GradientRelease()._refuse(state(**others))
-    GradientRelease()._refuse(state())
-
-
-def test_automatic_microbatches_are_refused() -> None:
-    with pytest.raises(ConflictError, match="device_train_microbatch_size is 'auto'"):
-        module._refuse_microbatches(state(auto_microbatching=True, device_train_microbatch_size=8))
+        GradientRelease().on_event(module.Event.FIT_START, state(**others), None)
 
 
 def test_with_the_hugging_face_trainer(tmp_path) -> None:
