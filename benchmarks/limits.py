@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kernels
+from benchmarks import fp8, kernels
 from benchmarks.apart import Failures, failed_before
 from benchmarks.harness import begin, markdown, plot, read, rows_in, spread, times_run
 from benchmarks.kernels import Kernel
@@ -75,6 +75,7 @@ def _made(device: Any, tokens: int, width: int, failed: Failures) -> Iterator[Ke
         "embeddings": kernels.embeddings(device, tokens, width),
         "attention": kernels.attention(device, width),
         "losses": kernels.losses(device, tokens),
+        "fp8": fp8.products(device, tokens, width),
     }
     for name, group in groups.items():
         made: Kernel | None = None

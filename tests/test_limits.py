@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import apart, gpu, harness, kernels, limits
+from benchmarks import apart, fp8, gpu, harness, kernels, limits
 
 
 @pytest.mark.parametrize("key", [k for k in kernels.OPTIMIZERS if k != "apex_fused_adamw"])
@@ -43,6 +43,29 @@ def test_kernels_run_and_leave_no_gradients(monkeypatch: pytest.MonkeyPatch) -> 
         assert kernel.bytes or kernel.flops
     assert not left
     assert len(made) >= 10
+
+
+def test_products_in_fp8_are_those_of_a_dense_layer() -> None:
+    """Each number of e4m3 is off by 2^-4 at most, of e5m2 by 2^-3, a third of that as a rule; errors of two factors."""
+    torch.manual_seed(0)
+    x, weight, gradient = torch.randn(48, 32), torch.randn(64, 32) * 0.02, torch.randn(48, 64) * 1e-4
+    exact = fp8.in_bf16(x.double(), weight.double(), gradient.double())
+    for found, expected in zip(fp8.in_bf16(x, weight, gradient), exact, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-7)
+    dtypes = torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2
+    operands = [fp8.cast(m.bfloat16(), dtype) for m, dtype in zip((x, weight, gradient), dtypes, strict=True)]
+    for operand, matrix, off in zip(operands, (x, weight, gradient), (2**-4, 2**-4, 2**-3), strict=True):
+        back = operand.rows.double() * operand.scale.double()
+        # Below the least normal number steps stay as large as there.
+        torch.testing.assert_close(back, matrix.double(), rtol=off + 2**-8, atol=matrix.abs().max().item() * 2**-9)
+        assert torch.equal(operand.columns.t().float(), operand.rows.float())
+    try:
+        found = fp8.in_fp8(*operands)
+    except NotImplementedError:
+        pytest.skip("this PyTorch has products of fp8 on GPUs only")
+    for product, expected in zip(found, exact, strict=True):
+        error = ((product.double() - expected).norm() / expected.norm()).item()
+        assert 0.01 < error < 0.09
 
 
 # Kernels of `limits`, of which one ruins the process for all that come after it, as an illegal access of memory does
@@ -90,6 +113,7 @@ MADE = {
 for group in ("activations", "attention", "copies", "embeddings", "losses", "norms", "projections"):
     setattr(kernels, group, lambda *_, group=group: iter(MADE.get(group, ())))
 kernels.optimizers = optimizers
+limits.fp8.products = lambda *_: iter(())
 measure, table = limits.measure, limits.table
 """
 
@@ -144,6 +168,7 @@ def test_a_kernel_that_fails_leaves_the_others_their_numbers(
     monkeypatch.setattr(limits, "_SECONDS", 0.0)
     for group in ("optimizers", "norms", "activations", "projections", "embeddings", "losses"):
         monkeypatch.setattr(kernels, group, lambda *_: iter(()))
+    monkeypatch.setattr(fp8, "products", lambda *_: iter(()))
     monkeypatch.setattr(kernels, "copies", fails)
     monkeypatch.setattr(kernels, "attention", lambda *_: iter([kernels.Kernel("last", "last", lambda: None, bytes=8)]))
     monkeypatch.setattr(limits, "matmul_peak", lambda *_: 1e9)
