@@ -64,7 +64,6 @@ class Need:
         free: bytes that are free on the device; None if nobody knows.
         largest: the largest batch that would fit, where `free` is known.
         remedy: where it does not fit: what to switch on, if anything helps.
-        released: gradients go in the backward pass.
     """
 
     what: str
@@ -72,7 +71,6 @@ class Need:
     free: int | None
     largest: int | None
     remedy: Remedy | None = None
-    released: bool = False
 
     @property
     def fits(self) -> bool | None:
@@ -156,7 +154,7 @@ def memory_need(
             largest = largest_batch(chosen, free, length=mean)
             # It looks at multiples of eight only: the size that was asked for may lie above the last one that fits.
             largest = max(largest, rows) if predicted.peak <= free else largest
-            remedy = None if predicted.peak <= free else what_fits(chosen, free, predicted_for, device)
+            remedy = None if predicted.peak <= free else what_fits(chosen, predicted.peak, free, predicted_for, device)
     except UserError:
         raise
     except Exception as error:  # what a model that is no encoder makes of a batch of tokens: anything
@@ -166,8 +164,7 @@ def memory_need(
         ) from error
     tokens = f"{chosen.task.max_length} tokens" if mean is None else f"{mean} tokens (the task's mean)"
     label = chosen.name if recipe is not None else "float32 with AdamW"
-    what, released = f"{name}, batch {rows} of {tokens}, {label}", "gradient_release" in chosen.speedups
-    return Need(what, predicted, free, largest, remedy, released)
+    return Need(f"{name}, batch {rows} of {tokens}, {label}", predicted, free, largest, remedy)
 
 
 def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None, length: int | None) -> Recipe:

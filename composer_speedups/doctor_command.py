@@ -98,8 +98,11 @@ def _memory(console: Console, need: Need) -> None:
     table.add_column(no_wrap=True, justify="right")
     table.add_column(overflow="fold")
     memory = need.memory
-    gradients = "kept from one microbatch to the next" if memory.accumulated else "they come as activations go"
-    gradients = "the most that is there at once" if need.released else gradients
+    gradients = "they come as activations go"
+    if memory.accumulated:
+        gradients = "kept from one microbatch to the next"
+    elif memory.released:
+        gradients = "the most that is there at once"
     for name, size, text in (
         ("weights", memory.weights, ""),
         ("gradients", memory.gradients, gradients),
@@ -119,7 +122,7 @@ def _memory(console: Console, need: Need) -> None:
             )
         table.add_row("free here", _size(need.free), f"{'[green]' if need.fits else '[yellow]'}{words}[/]")
     if need.remedy is not None:
-        table.add_row("with", _size(need.remedy.peak), f"{_remedy(need.remedy)}")
+        table.add_row("with", _size(need.remedy.peak), _remedy(need.remedy))
     console.print(table)
     for note in memory.notes:
         console.print(f"  {note}", style="dim", markup=False, highlight=False)

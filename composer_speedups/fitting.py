@@ -14,8 +14,12 @@ from composer_speedups.recipes import Recipe
 __all__ = ["Remedy", "what_fits"]
 
 # From what costs nothing to what changes the update; together in this order.
-_LADDER = (("gradient_release",), ("gradient_checkpointing",), ("gradient_release", "gradient_checkpointing"))
-_LADDER += (("gradient_release", "gradient_checkpointing", "adamw_8bit"),)
+_LADDER = (
+    ("gradient_release",),
+    ("gradient_checkpointing",),
+    ("gradient_release", "gradient_checkpointing"),
+    ("gradient_release", "gradient_checkpointing", "adamw_8bit"),
+)
 _PRICES = {
     "gradient_release": "the same updates, gradients gone at once",
     "gradient_checkpointing": "the same gradients, a third more compute",
@@ -28,35 +32,41 @@ class Remedy:
     """Speed-ups to add to a recipe, and what then is held at once.
 
     Attributes:
-        prices: what each of `speedups` costs, in words.
         peak: bytes.
         fits: whether that is there.
     """
 
     speedups: tuple[str, ...]
-    prices: tuple[str, ...]
     peak: int
     fits: bool
 
+    @property
+    def prices(self) -> tuple[str, ...]:
+        """What each of `speedups` costs, in words."""
+        return tuple(_PRICES[key] for key in self.speedups)
 
-def what_fits(recipe: Recipe, free: int, predicted: Callable[[Recipe], Memory], device: torch.device) -> Remedy | None:
+
+def what_fits(
+    recipe: Recipe, peak: int, free: int, predicted: Callable[[Recipe], Memory], device: torch.device
+) -> Remedy | None:
     """The first of some combinations that fits into `free` bytes, or else the leanest; None if none takes any away.
 
     Args:
         recipe: which does not fit as it is.
-        free: bytes.
+        peak: bytes that it would take.
+        free: bytes that there are.
         predicted: the memory of a recipe like it.
         device: where it would train.
     """
     found: list[Remedy] = []
     for keys in _combinations(recipe, device):
         more = recipe.model_copy(update={"speedups": recipe.speedups | {key: {} for key in keys}})
-        peak = predicted(more).peak
-        found.append(Remedy(keys, tuple(_PRICES[key] for key in keys), peak, peak <= free))
-        if found[-1].fits:
-            return found[-1]
+        remedy = Remedy(keys, taken := predicted(more).peak, taken <= free)
+        if remedy.fits:
+            return remedy
+        found.append(remedy)
     leanest = min(found, key=lambda remedy: remedy.peak, default=None)
-    return leanest if leanest is not None and leanest.peak < predicted(recipe).peak else None
+    return leanest if leanest is not None and leanest.peak < peak else None
 
 
 def _combinations(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, ...]]:

@@ -69,6 +69,7 @@ class Memory:
         peak: the fullest moment.
         notes: what was left out of the count.
         accumulated: gradients of earlier microbatches are there while a later one's activations are.
+        released: gradients are dropped in the backward pass.
     """
 
     weights: int
@@ -79,6 +80,7 @@ class Memory:
     peak: int
     notes: tuple[str, ...] = ()
     accumulated: bool = False
+    released: bool = False
 
     def kinds(self) -> dict[str, int]:
         """The four kinds that a step's tensors have, by name."""
@@ -146,7 +148,17 @@ def predict(
     peak += sum(a.held_bytes(saved.bytes) for a in algorithms if isinstance(a, SpeedUp))
     together = saved.bytes + gradients if recipe.accumulates else max(saved.bytes, gradients)
     temporary = max(0, peak - kept - together)
-    return Memory(weights, gradients, optimizer, saved.bytes, temporary, peak, tuple(notes), recipe.accumulates)
+    return Memory(
+        weights,
+        gradients,
+        optimizer,
+        saved.bytes,
+        temporary,
+        peak,
+        tuple(notes),
+        accumulated=recipe.accumulates,
+        released=bool(released.updated),
+    )
 
 
 def rows_per_pass(recipe: Recipe, length: int | None = None) -> int:

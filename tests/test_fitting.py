@@ -43,15 +43,15 @@ def test_the_cheapest_that_fits(keys: tuple[str, ...], rows: int) -> None:
     predicted = of_rows(rows)
     enough, plain = peak(predicted, *keys), peak(predicted)
     assert enough < plain
-    found = what_fits(load(), enough, predicted, CPU)
+    found = what_fits(load(), plain, enough, predicted, CPU)
     assert found is not None and (found.speedups, found.peak, found.fits) == (keys, enough, True)
     assert len(found.prices) == len(keys)
-    less = what_fits(load(), enough - 1, predicted, CPU)
+    less = what_fits(load(), plain, enough - 1, predicted, CPU)
     assert less is not None and (less.speedups != keys or not less.fits)
 
 
 def test_where_nothing_fits_the_leanest_is_told() -> None:
-    found = what_fits(load(), 1000, of_rows(1), CPU)
+    found = what_fits(load(), peak(of_rows(1)), 1000, of_rows(1), CPU)
     assert found is not None and not found.fits
     assert found.peak == peak(of_rows(1), RELEASE, CHECKPOINT, EIGHT)
 
@@ -77,14 +77,14 @@ def test_what_the_recipe_cannot_have_is_not_offered(changes: tuple[str, ...], ne
         offered.append(one.speedups.keys() - recipe.speedups.keys())
         return of_rows(1)(load())
 
-    what_fits(recipe, 1000, watched, CPU)
+    what_fits(recipe, of_rows(1)(load()).peak, 1000, watched, CPU)
     assert all(never not in keys for keys in offered)
     assert {RELEASE, CHECKPOINT, EIGHT} - {never} & {key for keys in offered for key in keys}
 
 
 def test_what_has_all_already_gets_no_word() -> None:
     recipe = load(*(f"speedups.{key}={{}}" for key in (RELEASE, CHECKPOINT, EIGHT)))
-    assert what_fits(recipe, 1000, of_rows(1), CPU) is None
+    assert what_fits(recipe, of_rows(1)(recipe).peak, 1000, of_rows(1), CPU) is None
 
 
 def test_the_doctor_says_what_would_fit(monkeypatch, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

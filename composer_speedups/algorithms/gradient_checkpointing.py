@@ -71,8 +71,9 @@ def apply_gradient_checkpointing(model: torch.nn.Module, every: int = 1) -> int:
     """
     check_count("every", every)
     _refuse_own(model)
-    blocks = [block for block in repeated_blocks(model)[::every] if not isinstance(block, _Checkpointed)]
-    shared = _shares(model, len(repeated_blocks(model)))
+    every_block = repeated_blocks(model)
+    blocks = [block for block in every_block[::every] if not isinstance(block, _Checkpointed)]
+    shared = _shares(model, len(every_block))
     for block in blocks:
         mix_in(_Checkpointed, block)
         block.__dict__[_SHARED] = shared

@@ -99,8 +99,14 @@ class GradientRelease(SpeedUp):
     for_memory = True
     at_once = True
     events = frozenset(
-        {Event.AFTER_LOAD, Event.FIT_START, Event.BATCH_START, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD}
-        | {Event.FIT_END}
+        {
+            Event.AFTER_LOAD,
+            Event.FIT_START,
+            Event.BATCH_START,
+            Event.BEFORE_BACKWARD,
+            Event.AFTER_BACKWARD,
+            Event.FIT_END,
+        }
     )
     _buckets: GradientBuckets | None = None
 
