@@ -26,6 +26,7 @@ from composer_speedups.errors import UserError
 from composer_speedups.recommend_command import RECOMMEND_EXAMPLE, recommend
 from composer_speedups.report_command import REPORT_EXAMPLE, report
 from composer_speedups.tune_command import TUNE_EXAMPLE, tune
+from composer_speedups.verify_command import VERIFY_EXAMPLE, verify
 
 __all__ = ["app", "main"]
 
@@ -245,6 +246,7 @@ def train(
 
 
 app.command(epilog=TUNE_EXAMPLE, short_help="Find the batch, then the learning rate for it")(tune)
+app.command(epilog=VERIFY_EXAMPLE, short_help="Check a recipe's numbers against float64")(verify)
 app.command(epilog=REPORT_EXAMPLE, short_help="Show a study again, or compare two")(report)
 
 

@@ -154,7 +154,9 @@ def _show(found: Recommendation, console: Console) -> None:
         say(f"from composer_speedups import {classes}")
         say(f"Trainer(..., {python_line(found.recipe.speedups)})")
     if found.path is not None:
-        say(f"\nThe whole recipe: composer-speedups train {shlex.quote(str(found.path))}")
+        path = shlex.quote(str(found.path))
+        say(f"\nThe whole recipe: composer-speedups train {path}")
+        say(f"Its numbers against float64, here: composer-speedups verify {path}")
     if found.findings is not None and found.folder is not None:
         say(f"Report: {found.folder / 'report.html'}")
 

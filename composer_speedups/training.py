@@ -46,7 +46,7 @@ from composer_speedups.saved_model import save_model
 from composer_speedups.tasks import Task, build_task
 from composer_speedups.tasks.models import build_model
 
-__all__ = ["run"]
+__all__ = ["build_composer_model", "build_optimizer", "run"]
 
 # name -> with warm-up, without
 _SCHEDULERS = {
@@ -113,11 +113,8 @@ def run(
         task = build_task(recipe.task, recipe.model, seed=seed, progress=say)
         reproducibility.seed_all(seed)
         with _explained_out_of_memory(recipe):
-            model = build_model(recipe.model, task, seed=seed)
-        with _no_search_for_causal_models():
-            composer_model = HuggingFaceModel(
-                model, tokenizer=task.tokenizer, use_logits=True, metrics=[], eval_metrics=_metrics(task, model.config)
-            )
+            composer_model = build_composer_model(recipe, task, seed)
+        model = composer_model.model
         if checkpoints is not None:
             checkpoints.check(composer_model)
             checkpoints.begin()
@@ -172,6 +169,15 @@ def run(
     return result
 
 
+def build_composer_model(recipe: Recipe, task: Task, seed: int) -> HuggingFaceModel:
+    """The recipe's model as Composer takes it, before any speed-up."""
+    model = build_model(recipe.model, task, seed=seed)
+    with _no_search_for_causal_models():
+        return HuggingFaceModel(
+            model, tokenizer=task.tokenizer, use_logits=True, metrics=[], eval_metrics=_metrics(task, model.config)
+        )
+
+
 def _finished(trainer: Trainer) -> bool:
     """Whether a checkpoint was loaded that leaves nothing to train; Composer's `fit` raises then."""
     duration = trainer.state.max_duration
@@ -200,7 +206,7 @@ def _trainer(
     return Trainer(
         model=model,
         train_dataloader=_loader(recipe, task, seed, train=True),
-        optimizers=_optimizer(recipe, model),
+        optimizers=build_optimizer(recipe, model),
         schedulers=_scheduler(recipe),
         step_schedulers_every_batch=True,
         max_duration=recipe.duration,
@@ -288,7 +294,8 @@ def _loader(recipe: Recipe, task: Task, seed: int, *, train: bool) -> DataLoader
     )
 
 
-def _optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The recipe's optimizer for `model`, before any speed-up."""
     spec, rate = recipe.optimizer, recipe.learning_rate
     shared = {"lr": rate, "betas": spec.betas, "eps": spec.eps}
     if spec.name == "decoupled_adamw":

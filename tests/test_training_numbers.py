@@ -53,12 +53,12 @@ def test_steps_that_compiled_are_not_counted(monkeypatch) -> None:
 def test_the_rate_of_each_step(name: str, after, monkeypatch) -> None:
     rates = []
 
-    def make(*args, make=training._optimizer):
+    def make(*args, make=training.build_optimizer):
         optimizer = make(*args)
         optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
         return optimizer
 
-    monkeypatch.setattr(training, "_optimizer", make)
+    monkeypatch.setattr(training, "build_optimizer", make)
     run(tiny(f"schedule.name={name}", "learning_rate=1e-3", "evaluate=false"))
     # Two batches of warm-up, and six to the end. Composer has the rate of the batch before, but for the first.
     expected = [0.0, 0.0, 0.5, *(after(batch / 6) for batch in range(5))]
@@ -72,7 +72,7 @@ def test_the_optimizer_is_the_one_that_the_recipe_describes(name: str) -> None:
         f"optimizer={{name: {name}, betas: [0.8, 0.95], eps: 1.0e-6, weight_decay: 0.5}}", "learning_rate=1e-2"
     )
     layer = torch.nn.Linear(3, 3)
-    optimizer, before = training._optimizer(recipe, layer), layer.weight.detach().clone()
+    optimizer, before = training.build_optimizer(recipe, layer), layer.weight.detach().clone()
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (1e-2, (0.8, 0.95), 1e-6)
     for parameter in layer.parameters():

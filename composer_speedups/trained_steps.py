@@ -1,0 +1,234 @@
+"""A few steps of a real training with speed-ups, of which loss, gradients and updates are kept to be compared."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.algorithms.warnings import NoEffectWarning
+from composer.core import Algorithm, Callback, State
+from composer.loggers import Logger
+from composer.models import ComposerModel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Subset
+
+from composer_speedups import compat
+from composer_speedups.algorithms.mixed_precision import low_precision_of
+from composer_speedups.batching import sample_lengths
+from composer_speedups.errors import UserError
+from composer_speedups.optimizers import describe, is_adamw
+from composer_speedups.speedup import SpeedUp
+from composer_speedups.true_gradients import Gradients, mapped
+
+__all__ = ["Step", "Watch", "one_batch", "part_of", "train"]
+
+_STEPS = 4  # CUDAGraphs records at the second batch of a shape, and replays from the third
+_OVERFLOWS = 16  # steps more that fp16's scaler may need until its gradients are finite
+_PART = 4096  # elements of a parameter whose updates are compared
+
+
+@dataclass
+class Step:
+    """One step of a training, on the CPU."""
+
+    number: int
+    batch: Any
+    weights: dict[str, torch.Tensor]
+    loss_scale: float
+    precision: compat.Float32Precision
+    loss: float = 0.0
+    found: dict[str, torch.Tensor] | None = None
+
+    @property
+    def gradients(self) -> Gradients:
+        return Gradients(self.loss, self.found or {})
+
+
+class Watch(Callback):
+    """Keeps the first and the last step whose gradients are finite, and of each the part of the updates to compare.
+
+    Args:
+        names: of the parameters.
+
+    Attributes:
+        kept: the first and the last step.
+        parts: of each step, a part of each gradient.
+        after: of each parameter the same part, when the last step was done.
+        dtype: of autocast; None without.
+        optimizer: the one that made the steps.
+    """
+
+    def __init__(self, names: dict[torch.nn.Parameter, str]) -> None:
+        self.names = names
+        self.kept: list[Step] = []
+        self.parts: list[dict[str, torch.Tensor]] = []
+        self.after: dict[str, torch.Tensor] = {}
+        self.dtype: torch.dtype | None = None
+        self.rounded = False  # whether float32 products are
+        self.optimizer, self.is_adamw, self.in_8_bits = "", False, False
+        self.overflows = 0
+        self.released: dict[str, torch.Tensor] = {}
+        self._step: Step | None = None
+        self._rows = 0
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        scaler = state.scaler
+        self._step = Step(
+            number=int(state.timestamp.batch) + 1,
+            batch=mapped(state.batch, _host),
+            weights={name: _host(p) for p, name in self.names.items()},
+            loss_scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
+            precision=compat.read_float32_precision(),
+        )
+        self._rows = _rows(state.batch)
+        self.rounded = self._step.precision.matmul != "highest"
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        self.dtype = low_precision_of(state)
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        assert self._step is not None
+        loss = state.loss["total"] if isinstance(state.loss, dict) else state.loss
+        self._step.loss += float(loss.detach()) * (_rows(state.batch) / self._rows if self._rows else 1.0)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        assert self._step is not None
+        there = {name: self.released.get(name) if p.grad is None else p.grad for p, name in self.names.items()}
+        self._step.found = {name: _host(g).double() for name, g in there.items() if g is not None}
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        step = self._step
+        assert step is not None and step.found is not None
+        if step.gradients.finite:
+            self.kept[1:] = [step] if self.kept else []
+            self.kept = self.kept or [step]
+            self.parts.append({name: part_of(g) for name, g in step.found.items()})
+            self.after = {name: part_of(p) for p, name in self.names.items()}
+            self._look_at(state.optimizers[0])
+        else:
+            self.overflows += 1
+        given_up = self.overflows > (_OVERFLOWS if step.loss_scale != 1.0 else 0)
+        if given_up:
+            self.kept = [step]
+        if given_up or len(self.parts) >= _STEPS:
+            state.stop_training()
+        self.released.clear()
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.is_adamw = describe(optimizer), is_adamw(optimizer)
+        values = [value for entry in optimizer.state.values() for value in entry.values()]
+        self.in_8_bits = any(isinstance(value, torch.Tensor) and value.dtype is torch.uint8 for value in values)
+
+
+def one_batch(loader: DataLoader, samples: int) -> DataLoader:
+    """One batch of `samples` samples, from the shortest to the longest of some more, as far as lengths are known."""
+    dataset: Any = loader.dataset
+    there = min(len(dataset), 16 * samples)
+    if there < samples:
+        raise UserError(f"the data has {there} samples, fewer than the {samples} of the batch: lower samples")
+    order = list(range(there))
+    with contextlib.suppress(Exception):  # whatever samples are
+        lengths = sample_lengths(Subset(dataset, order))
+        order.sort(key=lambda i: int(lengths[i]))
+    chosen = [order[round(i * (there - 1) / max(1, samples - 1))] for i in range(samples)]
+    return DataLoader(
+        Subset(dataset, chosen),
+        batch_size=samples,
+        shuffle=True,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+    )
+
+
+def train(
+    plain: ComposerModel,
+    loader: DataLoader,
+    optimizer: Callable[[torch.nn.Module], Optimizer],
+    microbatch_size: int | None,
+    algorithms: Sequence[Algorithm],
+) -> tuple[Watch, dict[str, dict[str, Any]], list[str]]:
+    """Some steps of copies of `plain` and `algorithms`; by speed-up its evidence, and what had no effect."""
+    model, speedups = copy.deepcopy(plain), [_whole(a) for a in copy.deepcopy(list(algorithms))]
+    watch = Watch({parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad})
+    if any(speedup.at_once for speedup in speedups):
+        # Before it drops them: hooks run in the order in which they came.
+        for parameter, name in watch.names.items():
+            parameter.register_post_accumulate_grad_hook(partial(_keep, watch.released, name))
+    with _quiet() as said:
+        trainer = Trainer(
+            model=model,
+            train_dataloader=loader,
+            optimizers=optimizer(model),
+            max_duration=f"{_STEPS + _OVERFLOWS}ba",
+            device_train_microbatch_size=microbatch_size or loader.batch_size,
+            algorithms=speedups,
+            callbacks=[watch],
+            precision="fp32",
+            device="gpu" if torch.cuda.is_available() else "cpu",
+            seed=0,
+            progress_bar=False,
+            log_to_console=False,
+            auto_log_hparams=False,
+        )
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+    return watch, {speedup.key(): dict(speedup.evidence) for speedup in speedups}, said
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """No warning is shown; those of what had no effect are in the list at the end.
+
+    The log is silent, too: without dropout, or without autocast, some say that there is nothing to do.
+    """
+    said: list[str] = []
+    log = logging.getLogger("composer_speedups")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield said
+        said += dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, NoEffectWarning))
+    finally:
+        log.setLevel(level)
+
+
+def _whole(speedup: SpeedUp) -> SpeedUp:
+    """The batch stays one: a budget of tokens is then that of all its samples, which all weigh the same."""
+    if speedup.key() == "token_budget_batches":
+        speedup.tokens_per_batch = None  # type: ignore[attr-defined]
+    return speedup
+
+
+def _keep(kept: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    kept[name] = parameter.grad.detach().clone()
+
+
+def _rows(batch: Any) -> int:
+    """Samples of a batch."""
+    rows: list[int] = []
+    mapped(batch, lambda x: rows.append(x.shape[0] if x.ndim else 0) or x)
+    return max(rows, default=0)
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements from all over a parameter, at most `_PART` of them or a few more."""
+    flat = tensor.detach().cpu().reshape(-1)
+    return flat[:: max(1, len(flat) // _PART)].clone()
