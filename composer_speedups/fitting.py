@@ -10,6 +10,7 @@ import torch
 from composer_speedups import registry
 from composer_speedups.memory import Memory
 from composer_speedups.recipes import Recipe
+from composer_speedups.speedup import conflict, contradicted
 
 __all__ = ["Remedy", "what_fits"]
 
@@ -81,16 +82,9 @@ def _combinations(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, .
 
 
 def _can_have(recipe: Recipe, key: str, device: torch.device) -> bool:
-    if key in recipe.speedups or registry.build(key).unavailable(device) is not None:
+    if key in recipe.speedups:
         return False
-    slot = registry.speedup_class(key).slot
-    if slot is not None and any(registry.speedup_class(other).slot == slot for other in recipe.speedups):
-        return False
-    if key == "adamw_8bit":
-        return True
-    graphs = "cuda_graphs" in recipe.speedups  # which keep what these give back
-    if key == "gradient_checkpointing":
-        return not graphs
-    scaled = recipe.speedups.get("mixed_precision", {}).get("dtype") == "fp16"
-    compiled = recipe.speedups.get("torch_compile", {"scope": "none"}).get("scope", "model") == "model"
-    return not (graphs or recipe.accumulates or scaled or compiled or "apex_fused_adamw" in recipe.speedups)
+    one = registry.build(key)
+    together = [*recipe.algorithms(), one]
+    refused = one.unavailable(device) or (one.at_once and recipe.accumulates)
+    return not refused and conflict(together) is None and contradicted(together) is None

@@ -406,7 +406,7 @@ def check_speedups(recipe: Recipe) -> list[SpeedUp]:
         RecipeError: an argument is wrong.
         ConflictError: two contradict each other, or one cannot be had with accumulated gradients.
     """
-    from composer_speedups.speedup import conflict  # imports Composer
+    from composer_speedups.speedup import conflict, contradicted  # imports Composer
 
     built = []
     for key, arguments in recipe.speedups.items():
@@ -425,6 +425,9 @@ def check_speedups(recipe: Recipe) -> list[SpeedUp]:
             f"{recipe.where('speedups', key)}: {other} ({recipe.where('speedups', other)}) and {key} contradict each "
             f"other: both set the {place}. Keep one; {other}: null removes an inherited one"
         )
+    if found := contradicted(built):
+        key = found[0].key()
+        raise ConflictError(f"{recipe.where('speedups', key)}: {found[1]}; {key}: null removes an inherited one")
     if recipe.accumulates and (at_once := next((one.key() for one in built if one.at_once), None)):
         raise ConflictError(
             f"{recipe.where('microbatch_size')}: microbatch_size {recipe.microbatch_size} of {recipe.batch_size} "

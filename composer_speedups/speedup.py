@@ -31,7 +31,7 @@ from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.gradient_buckets import GradientBuckets
 from composer_speedups.holds import WORK, Hold, IgnoredWarning
 
-__all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination", "conflict", "warn"]
+__all__ = ["SpeedUp", "Stage", "algorithm_passes", "check_combination", "conflict", "contradicted", "warn"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -130,6 +130,11 @@ class SpeedUp(Algorithm):
 
         Asked before training starts, and by the ablation study to skip a row with its reason.
         """
+        return None
+
+    def contradicts(self, other: SpeedUp) -> str | None:
+        """Why this cannot be used beside `other`, naming the remedy; None where it can. What fills the same slot needs
+        no word of this."""
         return None
 
     def too_slow(self, device: torch.device) -> str | None:
@@ -254,14 +259,23 @@ def algorithm_passes(algorithms: Sequence[Algorithm], event: Event) -> Sequence[
 
 
 def check_combination(algorithms: Sequence[Algorithm]) -> None:
-    """Raise `ConflictError` if a speed-up is listed twice, or two fill the same slot."""
-    clash = conflict([algorithm for algorithm in algorithms if isinstance(algorithm, SpeedUp)])
+    """Raise `ConflictError` if a speed-up is listed twice, two fill the same slot, or one contradicts another."""
+    speedups = [algorithm for algorithm in algorithms if isinstance(algorithm, SpeedUp)]
+    clash = conflict(speedups)
     if clash is None:
+        if (contradiction := contradicted(speedups)) is not None:
+            raise ConflictError(contradiction[1])
         return
     one, other, place = clash
     if one.key() == other.key():
         raise ConflictError(f"{one.key()} is listed twice: {one!r} and {other!r}. Keep one.")
     raise ConflictError(f"{one.key()} and {other.key()} contradict each other: both set the {place}. Keep one of them.")
+
+
+def contradicted(speedups: Sequence[SpeedUp]) -> tuple[SpeedUp, str] | None:
+    """The first that another one contradicts, and why; None if there is none."""
+    pairs = ((one, other) for one in speedups for other in speedups if one is not other)
+    return next(((other, reason) for one, other in pairs if (reason := one.contradicts(other)) is not None), None)
 
 
 def conflict(speedups: Sequence[SpeedUp]) -> tuple[SpeedUp, SpeedUp, str] | None:

@@ -266,6 +266,26 @@ def test_contradictions_are_found_when_loading(write) -> None:
     assert "contradict each other" in message
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ("cuda_graphs: {}", "gradient_checkpointing: {}", "keeps the memory that gradient_checkpointing gives back"),
+        ("cuda_graphs: {}", "gradient_release: {}", "keeps the memory that gradient_release gives back"),
+        ("cuda_graphs: {}", "torch_compile: {scope: model}", "Give it scope='block' and no mode, or remove it"),
+        ("gradient_release: {}", "mixed_precision: {dtype: fp16}", "Use mixed_precision with dtype: bf16"),
+        ("gradient_release: {}", "torch_compile: {scope: model}", "Use torch_compile with scope: block"),
+        ("gradient_release: {}", "apex_fused_adamw: {}", "Use fused_adamw, or remove gradient_release"),
+    ],
+)
+def test_one_that_cannot_be_beside_another_is_found_when_loading(write, one: str, other: str, message: str) -> None:
+    """On whatever machine, before a Trainer is made."""
+    key = other.partition(":")[0]
+    for line, (first, second) in ((3, (one, other)), (2, (other, one))):
+        found = refusal(write(f"speedups:\n  {first}\n  {second}\n"), check_arguments=True)
+        assert found.startswith(f"mine.yaml:{line}: ") and message in found
+        assert found.endswith(f"; {key}: null removes an inherited one")
+
+
 def test_what_uses_gradients_as_they_come_is_not_for_those_that_accumulate(write) -> None:
     own = "microbatch_size: 2\nspeedups: {gradient_release: {}}\n"
     message = refusal(write(f"batch_size: 8\n{own}"), check_arguments=True)

@@ -130,21 +130,21 @@ class CUDAGraphs(SpeedUp):
     def unavailable(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "CUDA graphs need a GPU of NVIDIA's: remove it"
 
+    def contradicts(self, other: SpeedUp) -> str | None:
+        key, own = other.key(), vars(other)
+        if key == "torch_compile" and (own["scope"] != "block" or own["mode"] not in (None, "default")):
+            its = f"{other!r} compiles what is around them or records graphs itself"
+            return f"cuda_graphs records what layers launch, and {its}. Give it scope='block' and no mode, or remove it"
+        if key in ("gradient_checkpointing", "gradient_release"):
+            return f"cuda_graphs keeps the memory that {key} gives back. Remove one of them"
+        return None
+
     def held_bytes(self, activations: int) -> int:
         return activations  # graphs have their own for what they keep, while a new shape runs without them
 
     def install(self, state: State, logger: Logger) -> None:
         if state.fsdp_config is not None:
             raise ConflictError("cuda_graphs cannot replay what FSDP does between layers. Use DDP, or remove it")
-        others = {a.key(): a for a in state.algorithms if isinstance(a, SpeedUp)}
-        compiled = others.get("torch_compile")
-        if compiled is not None and (compiled.scope != "block" or compiled.mode not in (None, "default")):
-            raise ConflictError(
-                f"cuda_graphs records what layers launch, and {compiled!r} compiles what is around them or records "
-                "graphs itself. Use torch_compile with scope='block' and no mode, or remove one of them"
-            )
-        if "gradient_checkpointing" in others:
-            raise ConflictError("cuda_graphs keeps the memory that gradient_checkpointing saves. Remove one of them")
         if reason := unrecordable(state.model):
             raise ConflictError(f"cuda_graphs cannot record {reason}")
         count = apply_cuda_graphs(state.model, self.limit, self.scope)

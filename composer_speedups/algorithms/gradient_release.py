@@ -53,6 +53,10 @@ __all__ = ["GradientRelease", "apply_gradient_release"]
 _MB = 2**20
 _BY_THEMSELVES = ("torch.optim.", "composer.optim.", "bitsandbytes.optim.")  # whose updates look at one parameter each
 _ALL_GRADIENTS = (GradientClipping, SAM, OptimizerMonitor)
+_SCALED = (
+    "gradient_release updates before a gradient scaler can find infinities, which fp16 needs. Use mixed_precision with "
+    "dtype: bf16, or remove the speed-up"
+)
 
 
 def apply_gradient_release(optimizer: Optimizer, bucket_mb: int = 32) -> int:
@@ -113,6 +117,19 @@ class GradientRelease(SpeedUp):
     def __init__(self, bucket_mb: int = 32) -> None:
         self.bucket_mb = check_count("bucket_mb", bucket_mb)
 
+    def contradicts(self, other: SpeedUp) -> str | None:
+        key, arguments = other.key(), vars(other)
+        if key == "torch_compile" and arguments["scope"] == "model":
+            return (
+                "the backward pass of a model that is compiled as a whole ends with all gradients, so that "
+                "gradient_release saves nothing. Use torch_compile with scope: block, or remove one"
+            )
+        if key == "mixed_precision" and arguments["dtype"] == "fp16":
+            return _SCALED
+        if key == "apex_fused_adamw":
+            return "Apex's FusedAdam updates all at once. Use fused_adamw, or remove gradient_release"
+        return None
+
     def install(self, state: State, logger: Logger) -> None:
         if not state.optimizers:
             raise SpeedUpUnavailable(f"{self!r} found no optimizer. Pass one to the Trainer: optimizers=AdamW(...).")
@@ -169,18 +186,8 @@ class GradientRelease(SpeedUp):
                     f"gradient_release has dropped most gradients before {type(other).__name__} could look at all of "
                     "them. Remove one"
                 )
-            if isinstance(other, SpeedUp) and other.key() == "cuda_graphs":
-                raise ConflictError("cuda_graphs keeps the memory that gradient_release gives back. Remove one of them")
-            if isinstance(other, SpeedUp) and other.key() == "torch_compile" and vars(other)["scope"] == "model":
-                raise ConflictError(
-                    "the backward pass of a model that is compiled as a whole ends with all gradients, so that "
-                    "gradient_release saves nothing. Use torch_compile with scope: block, or remove one"
-                )
         if state.precision == Precision.AMP_FP16:
-            raise ConflictError(
-                "gradient_release updates before a gradient scaler can find infinities, which fp16 needs. Use "
-                "mixed_precision with dtype: bf16, or remove the speed-up"
-            )
+            raise ConflictError(_SCALED)
 
 
 def _released(optimizer: Optimizer, bucket_mb: int) -> GradientBuckets:

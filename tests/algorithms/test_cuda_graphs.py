@@ -19,6 +19,7 @@ from composer_speedups import (
     CUDAGraphs,
     FusedDropoutAddNorm,
     GradientCheckpointing,
+    GradientRelease,
     LastLayerSubset,
     TorchCompile,
     Unpadding,
@@ -661,9 +662,10 @@ def test_copies_and_pickles_have_graphs_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (TorchCompile(scope="model"), "scope='model'.*Use torch_compile with scope='block' and no mode"),
-        (TorchCompile(scope="block", mode="reduce-overhead"), "reduce-overhead.*or remove one of them"),
-        (GradientCheckpointing(), "keeps the memory that gradient_checkpointing saves"),
+        (TorchCompile(scope="model"), "scope='model'.*Give it scope='block' and no mode"),
+        (TorchCompile(scope="block", mode="reduce-overhead"), "reduce-overhead.*or remove it"),
+        (GradientCheckpointing(), "keeps the memory that gradient_checkpointing gives back"),
+        (GradientRelease(), "keeps the memory that gradient_release gives back"),
     ],
 )
 def test_contradictions_are_refused(make_trainer, monkeypatch: pytest.MonkeyPatch, other, message: str) -> None:

@@ -19,7 +19,6 @@ from composer.optim import DecoupledAdamW, DecoupledSGDW, LinearWithWarmupSchedu
 from contract import batch, bert, loader
 
 from composer_speedups import (
-    CUDAGraphs,
     FusedAdamW,
     GradientCheckpointing,
     GradientRelease,
@@ -604,10 +603,9 @@ def state(**others) -> SimpleNamespace:
     ("others", "message"),
     [
         ({"precision": module.Precision.AMP_FP16}, "Use mixed_precision with dtype: bf16"),
-        ({"algorithms": [CUDAGraphs()]}, "cuda_graphs keeps the memory"),
         ({"auto_microbatching": True}, "device_train_microbatch_size is 'auto'"),
     ],
-    ids=["fp16", "graphs", "automatic microbatches"],
+    ids=["fp16", "automatic microbatches"],
 )
 def test_what_needs_a_gpu_to_be_refused(others, message) -> None:
     with pytest.raises(ConflictError, match=message):
