@@ -54,6 +54,10 @@ def ablate(
         bool,
         typer.Option(help="After each recipe's first run, a few steps more to see where time and memory go."),
     ] = True,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="After each recipe's first run, compare its numbers with float64, too."),
+    ] = False,
     tune: Annotated[
         bool,
         typer.Option(
@@ -88,7 +92,7 @@ def ablate(
     folder = out if out is not None else Path("runs") / name
     stop_on_termination()
     samples = tune_samples if tune else None
-    command = _command(what, seeds, out, baseline, plan, equal_batch, profile, samples, timeout)
+    command = _command(what, seeds, out, baseline, plan, equal_batch, profile, samples, timeout, verify)
     untuned = recipes
     if tune and dry_run:
         console.print(f"Each row would be tuned first, with {tune_samples:,} samples; the plan shows them untuned.")
@@ -100,7 +104,7 @@ def ablate(
         recipes = with_equal_batch(recipes, next(r for r in recipes if r.name == chosen), untuned)
     wanted = _seeds(recipes[0].seed, seeds)
     study = Study(recipes, wanted, folder, name, chosen, command, planned=plan is not None)
-    settings = Settings(timeout=timeout * 60, retry=retry, inspect=profile)
+    settings = Settings(timeout=timeout * 60, retry=retry, inspect=profile, verify=verify)
     if dry_run:
         found = plan_study(study, settings, console=console)
         if tune:
@@ -111,6 +115,14 @@ def ablate(
     # What cannot run on this machine would be skipped again.
     if any({*wanted} & {*row["failed"]} for row in result.findings.rows if row["status"] != "skipped"):
         console.print("The same command with --retry makes failed runs again.")
+    late = [row["recipe"] for row in result.findings.rows if verify and row["seeds"] and not row["numerics"]]
+    if late:
+        console.print(
+            f"No numbers were compared of {', '.join(late)}: their first runs were made without --verify. For one: "
+            f"composer-speedups verify {late[0]}",
+            markup=False,
+            soft_wrap=True,
+        )
     console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
     if result.interrupted:
         console.print("Stopped. The same command goes on from here.", style="yellow")
@@ -170,6 +182,7 @@ def _command(
     profile: bool = True,
     tune: int | None = None,
     timeout: float = _TIMEOUT,
+    verify: bool = False,
 ) -> str:
     words: list[Any] = ["composer-speedups", "ablate", *what, "--seeds", seeds]
     words += ["--out", out] if out is not None else []
@@ -177,6 +190,7 @@ def _command(
     words += ["--plan", plan] if plan is not None else []
     words += ["--equal-batch"] if equal else []
     words += [] if profile else ["--no-profile"]
+    words += ["--verify"] if verify else []
     words += [] if tune is None else ["--tune", "--tune-samples", tune]
     words += [] if timeout == _TIMEOUT else ["--timeout", f"{timeout:g}"]
     return shlex.join(map(str, words))

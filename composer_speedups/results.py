@@ -16,7 +16,7 @@ Status = Literal["ok", "skipped", "failed", "out_of_memory", "timeout", "interru
 class Progress:
     """Where a run is: sent to whoever shows it."""
 
-    phase: Literal["data", "model", "train", "eval"]
+    phase: Literal["data", "model", "train", "eval", "verify"]
     step: int = 0
     steps: int = 0
     loss: float | None = None
@@ -72,6 +72,8 @@ class RunResult:
     step_profile_other: dict[str, float] = field(default_factory=dict)  # of `other`, the largest operators by name
     memory: dict[str, int] = field(default_factory=dict)  # bytes by kind, measured in a step
     memory_predicted: dict[str, int] = field(default_factory=dict)  # the same by arithmetic, and the `peak`
+
+    numerics: dict[str, Any] = field(default_factory=dict)  # `Verification.summary`; empty where nobody asked for it
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

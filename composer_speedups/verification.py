@@ -102,6 +102,18 @@ class Verification:
     def holds(self) -> bool:
         return not self.wrong
 
+    def summary(self) -> dict[str, Any]:
+        """For a table: whether it `holds`, what is `wrong`, and of the first step the relative errors of `gradients`
+        and of the `plain` model's, in `precision`."""
+        first = self.comparisons[0]
+        return {
+            "holds": self.holds,
+            "wrong": self.wrong,
+            "precision": first.precision,
+            "gradients": first.errors.gradients,
+            "plain": first.plain.gradients,
+        }
+
 
 def verify(
     model: ComposerModel,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
     from composer_speedups.verification import Verification
 
-__all__ = ["VERIFY_EXAMPLE", "verify", "verify_recipe"]
+__all__ = ["VERIFY_EXAMPLE", "verify"]
 
 VERIFY_EXAMPLE = "Example: composer-speedups verify finetune/fastest model.name=./encoder --samples 16"
 
@@ -46,43 +46,13 @@ def verify(
     say = partial(console.print, style="dim", markup=False, emoji=False, highlight=False, soft_wrap=True)
     say("loading torch and Composer ...")
     with importing():
+        from composer_speedups.verified_recipe import verify_recipe  # takes some seconds
+
         check_speedups(loaded)
     found = verify_recipe(loaded, samples=samples, seed=seed, say=lambda text: say(f"{text} ..."))
     _show(found, loaded, samples, hardware.summary(hardware.environment()), console)
     if not found.holds:
         raise typer.Exit(1)
-
-
-def verify_recipe(recipe: Recipe, *, samples: int = 8, seed: int | None = None, say=lambda text: None) -> Verification:
-    """What `verification.verify` finds of a recipe's model, data, optimizer and speed-ups."""
-    from torch.utils.data import DataLoader
-
-    from composer_speedups.errors import OutOfMemory, is_out_of_memory
-    from composer_speedups.tasks import build_task
-    from composer_speedups.training import build_composer_model, build_optimizer
-    from composer_speedups.verification import verify as run
-
-    seed = recipe.seed if seed is None else seed
-    micro = None
-    # Of texts; Composer weighs parts of a batch by them, and not by the tokens that MLM's loss is a mean over.
-    if recipe.accumulates and recipe.task.objective == "classification":
-        micro = max(1, samples * (recipe.microbatch_size or 1) // recipe.batch_size)
-    task = build_task(recipe.task, recipe.model, seed=seed, progress=say)
-    try:
-        return run(
-            build_composer_model(recipe, task, seed),
-            DataLoader(task.train, collate_fn=task.collate_train, num_workers=recipe.workers),
-            recipe.algorithms(),
-            partial(build_optimizer, recipe),
-            samples=samples,
-            microbatch_size=micro,
-            say=say,
-        )
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        remedy = f"try --samples {samples // 2}" if samples > 1 else "try a shorter task.max_length"
-        raise OutOfMemory(f"{recipe.name} ran out of memory with {samples} texts: {remedy}") from error
 
 
 def _show(found: Verification, recipe: Recipe, samples: int, hardware: str, console: Console) -> None:

@@ -20,7 +20,7 @@ from composer_speedups.recipes import load_recipe
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.true_gradients import Gradients, errors, gradients, without_dropout
 from composer_speedups.verification import verify
-from composer_speedups.verify_command import verify_recipe
+from composer_speedups.verified_recipe import verify_recipe
 
 TINY = [
     "task={name: dummy, max_length: 32, mean_length: 16, length_std: 6, vocabulary: 256, train_samples: 64, "

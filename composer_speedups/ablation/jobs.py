@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer_speedups import hardware
 from composer_speedups.errors import ConflictError, TaskError, UserError
 from composer_speedups.recipes import check_speedups
+from composer_speedups.results import Progress
 from composer_speedups.tasks.inputs import changed
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+    from composer_speedups.results import RunResult
 
 __all__ = ["PRELOAD", "survey", "train"]
 
@@ -76,6 +81,7 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     """Train `payload["recipe"]` with `payload["seed"]`; return `RunResult` as plain data.
 
     `payload["inspect"]`: also look where the time of a step and the memory go, when all is measured.
+    `payload["verify"]`: then compare its numbers with float64, too.
     `payload["inputs"]`: marks of what the run reads, which must be there still.
     """
     from composer_speedups.recipes import Recipe
@@ -90,4 +96,17 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         report=lambda progress: report(asdict(progress)),
         inspect=bool(payload.get("inspect")),
     )
+    if payload.get("verify") and result.status == "ok" and not result.gave_up:
+        _verify(recipe, result, lambda line: report(asdict(Progress("verify", message=line))))
     return result.as_dict()
+
+
+def _verify(recipe: Recipe, result: RunResult, say: Callable[[str], None]) -> None:
+    """Put into `result` what `verify` finds. The run itself is done and well, whatever happens here."""
+    from composer_speedups.verified_recipe import SAMPLES, verify_recipe
+
+    try:
+        found = verify_recipe(recipe, samples=min(SAMPLES, result.train_samples or SAMPLES), seed=result.seed, say=say)
+        result.numerics = found.summary()
+    except Exception as error:
+        result.warnings.append(f"its numbers cannot be verified: {type(error).__name__}: {error}")

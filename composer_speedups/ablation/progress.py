@@ -19,7 +19,13 @@ __all__ = ["Display"]
 
 _REDRAW = 2  # times a second: on a small machine drawing would take time from what is measured
 _MARKS = {"ok": "[green]ok[/]", "skipped": "[dim]skipped[/]", "interrupted": "[yellow]stopped[/]"}
-_PHASES = {"data": "preparing data", "model": "building the model", "train": "training", "eval": "evaluating"}
+_PHASES = {
+    "data": "preparing data",
+    "model": "building the model",
+    "train": "training",
+    "eval": "evaluating",
+    "verify": "comparing its numbers with float64",
+}
 
 
 class Display:

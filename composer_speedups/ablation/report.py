@@ -153,6 +153,9 @@ def _evidence(rows: Sequence[Row]) -> str:
                 + (f" (predicted {predicted[kind] / 1e6:,.1f})" if predicted else "")
                 for kind in MEMORY
             )
+        if numerics := row.get("numerics"):
+            errors = f"gradients {numerics['gradients']:.1e} off float64, the plain model's {numerics['plain']:.1e}"
+            items["numbers"] = f"{errors} in {numerics['precision']}" + "".join(f"; {w}" for w in numerics["wrong"])
         if row["kernels"]:
             items["kernels that ran"] = ", ".join(row["kernels"])
         if row["warnings"]:

@@ -94,6 +94,7 @@ class Row(TypedDict):
     as_it_ran: dict[str, Any]  # optimizer, attention kernel and dtype, whoever chose them
     step_profile: dict[str, float]  # seconds of one step by kind of work
     step_profile_other: dict[str, float]  # of its `other`, the largest operators by name
+    numerics: dict[str, Any]  # `Verification.summary`: its gradients against float64
     pretrained: bool | None
     train_samples: int | None  # that there were
     data_notes: list[str]  # rows dropped, or left out

@@ -31,7 +31,7 @@ _MEDIANS = (
     "padding_share",
 )
 # What one run of each recipe is enough for.
-_LOOKED_AT_ONCE = ("as_it_ran", "step_profile", "step_profile_other", "memory", "memory_predicted")
+_LOOKED_AT_ONCE = ("as_it_ran", "step_profile", "step_profile_other", "memory", "memory_predicted", "numerics")
 _NOT_RUN = "not run yet"
 
 

@@ -111,6 +111,7 @@ class Settings:
         timeout: seconds after which a run is stopped; None is never.
         retry: make runs again that had failed or were skipped.
         inspect: after the first run of each recipe, look where a step's time and the memory go.
+        verify: then compare the numbers of each recipe with float64, too.
         until: a time of `time.monotonic`, after which no run starts; one that is not over by then is left for the next
             call, and so is one that would not be.
         expected: seconds of one run, where the caller knows better than the guess from the recipe.
@@ -120,6 +121,7 @@ class Settings:
     timeout: float | None = TIMEOUT
     retry: bool = False
     inspect: bool = True
+    verify: bool = False
     until: float | None = None
     expected: float | None = None
     entries: Entries = field(default_factory=lambda: Entries())  # by name, when made: tests put others in its place
@@ -369,14 +371,17 @@ class _Work:
                 renewed = time.monotonic()
                 self.store.renew(run)
 
-        # Once a recipe is enough: where time and memory go does not depend on the seed.
-        looked = any(r.recipe == run.recipe and r.result.get("memory") for r in runs)
+        # Once a recipe is enough: neither where time and memory go nor what is computed depends on the seed.
+        looked, verified = (
+            any(r.recipe == run.recipe and r.result.get(key) for r in runs) for key in ("memory", "numerics")
+        )
         recipe = self.recipes[run.recipe]
         known = self.store.inputs()
         payload = {
             "recipe": recipe,
             "seed": run.seed,
             "inspect": self.settings.inspect and not looked,
+            "verify": self.settings.verify and not verified,
             "inputs": {path: known[path] for path in read_by(recipe) if path in known},
         }
         try:

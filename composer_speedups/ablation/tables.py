@@ -121,6 +121,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "stable": row["stable"],
         "quality_verdict": row["quality_verdict"],
         "no_effect": " ".join(row["no_effect"]),
+        "numerics_hold": (row.get("numerics") or {}).get("holds"),
         "overlapped": " ".join(map(str, row["overlapped"] or ())),
         "kernels": " ".join(row["kernels"]),
         "published_samples_per_second": published.get("samples_per_second"),
@@ -159,6 +160,7 @@ def cell(row: Row, key: str) -> str:
         quality = row["quality_verdict"] if row["speed_verdict"] == "not judged" else quality_words(row)
         words = [w for w in dict.fromkeys((row["speed_verdict"], quality)) if w]
         words += [f"{key} changed nothing" for key in row.get("no_effect") or []]
+        words += ["computes something else"] if row.get("numerics", {}).get("holds") is False else []
         words += [failures(row)] if row.get("failed") else []
         return ", ".join(words)
     if key == "mfu":

@@ -156,6 +156,8 @@ def flaw(row: Row) -> str:
     """Why the numbers of a measured row are not those of its recipe, in words; empty where they are."""
     if row.get("failed"):
         return failures(row)
+    if row.get("numerics", {}).get("holds") is False:
+        return "it does not compute what the plain model does"
     return f"{', '.join(row['no_effect'])} changed nothing in it" if row.get("no_effect") else ""
 
 
@@ -238,8 +240,15 @@ def notes(rows: Sequence[Row]) -> list[str]:
             lines.append(row["interaction"]["text"])
         if row.get("no_effect"):
             lines.append(f"* {name}: {', '.join(row['no_effect'])} changed nothing, so this row does not show it")
+        if row.get("numerics", {}).get("holds") is False:
+            wrong = row["numerics"]["wrong"][0]
+            lines.append(
+                f"{name} DOES NOT COMPUTE what the plain model does: {wrong}; look by composer-speedups verify"
+            )
         if row.get("compile_seconds") and row["seeds"]:
             lines.append(_break_even(row, name))
+    if right := [(row, name) for row, name in zip(rows, names, strict=True) if row.get("numerics", {}).get("holds")]:
+        lines.append(_computed(right))
     if held := [
         (name, row) for row, name in zip(rows, names, strict=True) if row["quality_verdict"] == "quality holds"
     ]:
@@ -288,6 +297,12 @@ def _held(rows: Sequence[tuple[str, Row]]) -> str:
             bounds = ", ".join(f"{name} {max(0.0, facts['high'] or 0.0):.2g}" for name, facts in found)
             parts.append(f"{word} worse by at most (margin {found[0][1]['margin']:.2g}) {bounds}")
     return f"Quality holds: {'; '.join(parts)}"
+
+
+def _computed(rows: Sequence[tuple[Row, str]]) -> str:
+    """The numbers behind "computes the same": how far gradients are from float64, and the plain model's are."""
+    parts = [f"{name} {row['numerics']['gradients']:.1e} ({row['numerics']['plain']:.1e})" for row, name in rows]
+    return f"Gradients' error against float64 (the plain model's in the same precision): {', '.join(parts)}"
 
 
 def _overlaps(row: Row, name: str) -> str:

@@ -100,7 +100,13 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
             "activations": 91_000_000,
             "peak": 150_000_000,
         },
+        "numerics": numerics() if payload.get("verify") else {},
     }
+
+
+def numerics(*wrong: str) -> dict[str, Any]:
+    """As `Verification.summary`."""
+    return {"holds": not wrong, "wrong": [*wrong], "precision": "bf16", "gradients": 6.2e-3, "plain": 3.9e-3}
 
 
 def killed(payload: dict[str, Any], report: Callable[[Any], None]) -> None:

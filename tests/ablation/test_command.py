@@ -45,6 +45,29 @@ def test_recipes_with_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "128 tokens padded" in capsys.readouterr().out
 
 
+def test_numbers_are_compared_once_for_each_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["ablate", "demo/fp32", "demo/bf16", "--out", "out", "--seeds"]
+    assert main([*command, "2", "--verify"]) == 0
+    with Store(tmp_path / "out" / "runs.sqlite") as store:
+        compared = [(run.recipe, run.seed) for run in store.runs() if run.result["numerics"]]
+        assert "--verify" in store.study()["command"]
+    assert sorted(compared) == [("demo/bf16", 17), ("demo/fp32", 17)]
+    assert all(row["numerics"]["holds"] for row in rows(tmp_path / "out"))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(the plain model's in the same precision): fp32 6.2e-03 (3.9e-03), bf16 6.2e-03 (3.9e-03)" in text
+    assert "without --verify" not in text
+
+
+def test_numbers_that_were_not_compared_are_told(capsys: pytest.CaptureFixture[str]):
+    command = ["ablate", "demo/fp32", "demo/bf16", "--out", "out"]
+    assert main(command) == 0
+    assert "against float64" not in capsys.readouterr().out
+    assert main([*command, "--verify"]) == 0
+    assert "their first runs were made without --verify. For one: composer-speedups verify demo/fp32" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+
+
 def test_failed_runs_are_made_again_if_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     command = ["ablate", "demo/fp32", "--out", "out"]
     with monkeypatch.context() as patch:

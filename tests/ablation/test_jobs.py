@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_speedups import hardware, training
+from composer_speedups import hardware, training, verified_recipe
 from composer_speedups.ablation.jobs import survey, train
 from composer_speedups.algorithms import mixed_precision
 from composer_speedups.errors import TaskError
@@ -74,3 +74,31 @@ def test_a_run_has_the_seed_that_the_study_asks_for(monkeypatch) -> None:
     monkeypatch.setattr(training, "run", lambda recipe, *, seed, **_: RunResult(recipe.name, seed))
     recipe = load_recipe("demo/fp32", ["seed=5"], check_arguments=False).to_dict()
     assert [train({"recipe": recipe, "seed": seed}, print)["seed"] for seed in (5, 6, 7)] == [5, 6, 7]
+
+
+TINY = [
+    "task={name: dummy, max_length: 32, mean_length: 16, vocabulary: 256, train_samples: 24, eval_samples: 8}",
+    "model.config={num_hidden_layers: 1, hidden_size: 32, num_attention_heads: 2, intermediate_size: 64}",
+    "batch_size=8",
+    "duration=1ba",
+    "schedule.warmup=0ba",
+]
+
+
+def test_numbers_are_compared_when_the_run_is_measured() -> None:
+    recipe, told = load_recipe("cpu/fastest_fp32", TINY).to_dict(), []
+    found = train({"recipe": recipe, "seed": 3, "verify": True}, told.append)
+    assert found["status"] == "ok" and found["numerics"]["holds"] and found["numerics"]["wrong"] == []
+    assert found["numerics"]["precision"] == "float32" and 0 < found["numerics"]["gradients"] < 3e-6
+    assert [line["phase"] for line in told][-1] == "verify" and told[-1]["message"].endswith("on the CPU")
+    assert train({"recipe": recipe, "seed": 3}, print)["numerics"] == {}
+
+
+def test_a_comparison_that_fails_costs_the_run_nothing(monkeypatch) -> None:
+    def fails(*_, **__):
+        raise RuntimeError("no memory for that")
+
+    monkeypatch.setattr(verified_recipe, "verify_recipe", fails)
+    found = train({"recipe": load_recipe("cpu/fp32", TINY).to_dict(), "seed": 3, "verify": True}, print)
+    assert found["status"] == "ok" and found["steps"] == 1 and found["numerics"] == {}
+    assert "its numbers cannot be verified: RuntimeError: no memory for that" in found["warnings"]

@@ -226,6 +226,24 @@ def test_small_parts_go_with_other():
     assert "other 0.4%" in picture and "data" not in picture
 
 
+def test_a_row_that_computes_something_else_is_not_recommended(tmp_path: Path):
+    wrong = "encoder.weight, step 4 in float32: 8.1 times the error that is allowed"
+    found = make(tmp_path, fast={"numerics": fakes.numerics(wrong)}, slow={"numerics": fakes.numerics()})
+    lines = notes(found.rows)
+    assert any(f"fast DOES NOT COMPUTE what the plain model does: {wrong}" in line for line in lines)
+    assert any("same precision): " in line and line.endswith("slow 6.2e-03 (3.9e-03)") for line in lines)
+    told = sentence(found.rows)
+    assert "fast is the fastest" not in told and "fast measured highest" not in told
+    table = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
+    assert {row["recipe"]: row["numerics_hold"] for row in table if row["numerics_hold"]} == {
+        "set/fast": "False",
+        "set/slow": "True",
+    }
+    page = html.unescape((tmp_path / "report.html").read_text())
+    assert f"gradients 6.2e-03 off float64, the plain model's 3.9e-03 in bf16; {wrong}" in page
+    assert "computes something else" in (tmp_path / "table.md").read_text()
+
+
 def test_no_pictures_of_what_nobody_looked_at(tmp_path: Path):
     nothing = {"step_profile": {}, "memory": {}, "memory_predicted": {}}
     found = make(tmp_path, **{name: nothing for name in (*SEEN, HOSTILE.removeprefix("set/"))})
