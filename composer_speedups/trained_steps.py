@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from composer import Trainer
 from composer.algorithms.warnings import NoEffectWarning
@@ -32,6 +33,7 @@ __all__ = ["Step", "Watch", "one_batch", "part_of", "train"]
 
 _STEPS = 4  # CUDAGraphs records at the second batch of a shape, and replays from the third
 _OVERFLOWS = 16  # steps more that fp16's scaler may need until its gradients are finite
+_AMONG = 16  # times the batch: its samples are taken from so many
 _PART = 4096  # elements of a parameter whose updates are compared
 
 
@@ -128,17 +130,20 @@ class Watch(Callback):
         self.in_8_bits = any(isinstance(value, torch.Tensor) and value.dtype is torch.uint8 for value in values)
 
 
-def one_batch(loader: DataLoader, samples: int) -> DataLoader:
-    """One batch of `samples` samples, from the shortest to the longest of some more, as far as lengths are known."""
+def one_batch(loader: DataLoader, samples: int, which: int = 0) -> DataLoader:
+    """One batch of `samples` samples, from the shortest to the longest of some more, as far as lengths are known.
+
+    Another one for another `which`, as far as there are samples.
+    """
     dataset: Any = loader.dataset
-    there = min(len(dataset), 16 * samples)
-    if there < samples:
-        raise UserError(f"the data has {there} samples, fewer than the {samples} of the batch: lower samples")
-    order = list(range(there))
+    if len(dataset) < samples:
+        raise UserError(f"the data has {len(dataset)} samples, fewer than the {samples} of the batch: lower samples")
+    there = min(len(dataset), _AMONG * samples)
+    order = [(which * there + i) % len(dataset) for i in range(there)]
     with contextlib.suppress(Exception):  # whatever samples are
         lengths = sample_lengths(Subset(dataset, order))
-        order.sort(key=lambda i: int(lengths[i]))
-    chosen = [order[round(i * (there - 1) / max(1, samples - 1))] for i in range(samples)]
+        order = [order[int(i)] for i in np.argsort(lengths, kind="stable")]
+    chosen = [order[(round(i * (there - 1) / max(1, samples - 1)) + 5 * which) % there] for i in range(samples)]
     return DataLoader(
         Subset(dataset, chosen),
         batch_size=samples,
@@ -151,9 +156,9 @@ def one_batch(loader: DataLoader, samples: int) -> DataLoader:
 
 def train(
     plain: ComposerModel,
-    loader: DataLoader,
     optimizer: Callable[[torch.nn.Module], Optimizer],
     microbatch_size: int | None,
+    loader: DataLoader,
     algorithms: Sequence[Algorithm],
 ) -> tuple[Watch, dict[str, dict[str, Any]], list[str]]:
     """Some steps of copies of `plain` and `algorithms`; by speed-up its evidence, and what had no effect."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +37,12 @@ __all__ = ["ROOM", "Comparison", "Updates", "Verification", "verify"]
 # Times the plain model's error. Independent roundings add up by their squares, so this is sixteen times as many.
 # LowPrecisionNorm and the fused norms, which keep the residual stream in 16 bits, take 1.2 to 1.7 times the error.
 ROOM = 4.0
+# Of a parameter whose true gradient is nothing, as of keys' biases, what the whole's rounding leaves of a thousandth.
+_NOTHING = 1e-3
+# In 16 bits a unit next to a ReLU's kink may be on in one model and off in the other, a tenth of a small head's
+# gradient: of tiny DistilBERTs with LowPrecisionNorm one in two batches of eight texts has such a unit, of plain ones
+# one in four. Of two other texts few have, while what is wrong is wrong with all texts.
+_LOOKS = 8
 
 
 @dataclass(frozen=True)
@@ -147,11 +153,11 @@ def verify(
     _check(model, algorithms)
     plain = copy.deepcopy(model)
     without_dropout(plain)
-    loader = one_batch(dataloader, samples)
     optimizer = optimizer or _adamw
-    run = partial(train, plain, loader, optimizer, microbatch_size)
+    run = partial(train, plain, optimizer, microbatch_size)
+    loader = one_batch(dataloader, samples)
     say("training with the speed-ups")
-    watch, changed, notes = run(algorithms)
+    watch, changed, notes = run(loader, algorithms)
     first = watch.kept[0]
     _check_repeatable(plain, first)
     true = _True(plain, say)
@@ -159,10 +165,16 @@ def verify(
     if watch.dtype is not None or watch.rounded:
         say("training once more, in float32")
         try:
-            exact, *_ = run(_in_float32(algorithms))
+            exact, *_ = run(loader, _in_float32(algorithms))
             comparisons += [_compare(true, step, exact.dtype) for step in exact.kept]
         except UserError as error:
             notes.append(f"not compared in float32: {error}")
+    fewer = min(samples, max(2, samples // 4))
+    if watch.parts and not _off(c for c in comparisons if c.precision == "float32"):
+        comparisons, chance = _looked_again(
+            comparisons, lambda look: run(one_batch(dataloader, fewer, look), algorithms)[0], true, say
+        )
+        notes += chance
     updates = _updates(plain, optimizer, algorithms, watch)
     mask = first.batch.get("attention_mask") if isinstance(first.batch, Mapping) else None
     tokens = None if mask is None else int(mask.sum())
@@ -264,16 +276,45 @@ def _worst(stock: Errors, found: Errors) -> tuple[str, float]:
     """What is furthest off for what is allowed, and its share of that.
 
     A parameter may be as far off as the plain model's is, or, relative to it, as all its gradients are: of few numbers
-    some are exact by chance. Where a gradient is nothing but rounding, as of keys' biases, the former counts.
+    some are exact by chance.
     """
     usual = max(stock.gradients, 2 * torch.finfo(torch.float32).eps)
+    nothing = _NOTHING * usual * math.hypot(*found.norms.values())
     shares = {"loss": found.loss / max(stock.loss, usual), "all gradients": found.gradients / usual}
     for name, error in found.tensors.items():
-        most = max(stock.tensors.get(name, 0.0), usual * found.norms[name])
+        most = max(stock.tensors.get(name, 0.0), usual * found.norms[name], nothing)
         shares[name] = error / most if most else (math.inf if error else 0.0)
     # NaN is no number to be compared: it is the worst there is.
     worst = max(shares, key=lambda name: math.inf if math.isnan(shares[name]) else shares[name])
     return worst, math.inf if math.isnan(shares[worst]) else shares[worst] / ROOM
+
+
+def _looked_again(
+    comparisons: list[Comparison], train_at: Callable[[int], Watch], true: _True, say: Callable[[str], None]
+) -> tuple[list[Comparison], list[str]]:
+    """What is too far off in 16 bits, compared with a few other texts, until it is not; and what is to be said of it.
+
+    Not where the plain model itself is further off than with some of the texts: then nothing would be seen.
+    """
+    rounded, exact = ([c for c in comparisons if (c.precision == "float32") is is_exact] for is_exact in (False, True))
+    calm = [c.plain.gradients for c in rounded]
+    for look in range(1, _LOOKS if _off(rounded) else 1):
+        say(f"looking again, at other texts ({look} of at most {_LOOKS - 1})")
+        again = train_at(look)
+        others = [_compare(true, step, again.dtype) for step in again.kept]
+        calm = [min(least, c.plain.gradients) for least, c in zip(calm, others, strict=False)]
+        near = all(c.plain.gradients <= 2 * least for least, c in zip(calm, others, strict=True))
+        if near and not _off(others):
+            return [*others, *exact], [f"with other texts it is not so, by chance then: {'; '.join(_off(rounded))}"]
+    return comparisons, []
+
+
+def _off(comparisons: Iterable[Comparison]) -> list[str]:
+    return [
+        f"{c.worst}, step {c.step} in {c.precision}: {c.share:.3g} times the error that is allowed"
+        for c in comparisons
+        if not c.share <= 1
+    ]
 
 
 def _updates(
@@ -320,11 +361,7 @@ def _wrong(plain: ComposerModel, comparisons: Sequence[Comparison], updates: Upd
     began = watch.kept[0].weights
     other = [name for name, p in plain.named_parameters() if name in began and not torch.equal(p.cpu(), began[name])]
     wrong = [f"{name}: other weights than the plain model's before the first step" for name in other[:1]]
-    wrong += [
-        f"{c.worst}, step {c.step} in {c.precision}: {c.share:.3g} times the error that is allowed"
-        for c in comparisons
-        if not c.share <= 1
-    ]
+    wrong += _off(comparisons)
     if not watch.parts:
         wrong.insert(0, "no step had gradients that are finite")
     if updates is not None and updates.allowed is not None and not updates.error <= updates.allowed:

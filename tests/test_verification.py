@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from small import BatchDataset, bert_config, config_of
 from torch.utils.data import DataLoader
 
 import composer_speedups as cs
+from composer_speedups import verification
 from composer_speedups.cli import main
 from composer_speedups.errors import UserError
 from composer_speedups.recipes import load_recipe
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.true_gradients import Gradients, errors, gradients, without_dropout
-from composer_speedups.verification import verify
+from composer_speedups.true_gradients import Errors, Gradients, errors, gradients, without_dropout
+from composer_speedups.verification import Comparison, verify
 from composer_speedups.verified_recipe import verify_recipe
 
 TINY = [
@@ -73,6 +75,8 @@ class Fault(SpeedUp):
             dense.weight.register_hook(lambda gradient: gradient * 1.0001)
         elif self.fault == "a gradient is lost":
             dense.bias.register_hook(torch.zeros_like)
+        elif self.fault == "only in 16 bits":
+            dense.register_forward_hook(lambda m, a, out: out if out.dtype is torch.float32 else out * 1.1)
         elif self.fault == "from the third step on":
             seen = []
             dense.weight.register_hook(lambda gradient: gradient * (1.01 if (seen.append(0) or len(seen)) > 2 else 1))
@@ -116,9 +120,53 @@ def test_a_fault_is_found(fault: str, precision: str) -> None:
     assert all("step 1" not in line for line in found.wrong) or fault != "from the third step on"
 
 
-def test_in_float64_a_step_is_computed_once(monkeypatch) -> None:
-    from composer_speedups import verification
+def test_a_fault_of_kernels_for_16_bits_is_found() -> None:
+    """Of which float32 sees nothing, and which is there with all texts."""
+    said = []
+    found = verify(bert(), loader(), [cs.MixedPrecision("bf16"), Fault("only in 16 bits")], adamw, say=said.append)
+    assert not found.holds and all("in bf16" in line for line in found.wrong)
+    assert said[-1] == "computing its step 4 in float64, on the CPU"
+    assert sum(line.startswith("looking again, at other texts") for line in said) == 7
 
+
+def comparison(precision: str, share: float, plain: float = 4e-3) -> Comparison:
+    off = Errors(0.0, plain, {}, {})
+    return Comparison(precision, 1, off, off, "head.weight", share)
+
+
+@pytest.mark.parametrize(
+    ("others", "used"),
+    [
+        ([comparison("bf16", 0.5)], 0),
+        ([comparison("bf16", 9.0), comparison("bf16", 0.5), comparison("bf16", 0.4)], 1),
+        # Where the plain model is further off, nothing would be seen.
+        ([comparison("bf16", 0.5, 8e-2), comparison("bf16", 0.4)], 1),
+        ([comparison("bf16", 0.5, 8e-2)] * 7, None),
+        ([comparison("bf16", 1.1)] * 7, None),
+        # What the first texts were was no measure.
+        ([comparison("bf16", 1.5, 1e-3), comparison("bf16", 0.5, 4e-3), comparison("bf16", 0.3, 1.5e-3)], 2),
+    ],
+)
+def test_what_is_so_with_some_texts_only_is_chance(monkeypatch, others: list[Comparison], used: int | None) -> None:
+    made = []
+    monkeypatch.setattr(verification, "_compare", lambda true, step, dtype: step)
+
+    def train_at(look: int) -> SimpleNamespace:
+        made.append(look)
+        return SimpleNamespace(kept=[others[look - 1]], dtype=torch.bfloat16)
+
+    first = [comparison("bf16", 3.0), comparison("float32", 0.3)]
+    found, notes = verification._looked_again(first, train_at, None, lambda text: None)
+    if used is None:
+        assert found == first and not notes and made == [*range(1, 8)]
+        return
+    assert found == [others[used], first[1]] and made == [*range(1, used + 2)]
+    assert notes == [
+        "with other texts it is not so, by chance then: head.weight, step 1 in bf16: 3 times the error that is allowed"
+    ]
+
+
+def test_in_float64_a_step_is_computed_once(monkeypatch) -> None:
     asked = []
 
     def counted(*args, **kwargs):
@@ -330,8 +378,6 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys) -> None:
 
 
 def test_out_of_memory_names_fewer_samples(capsys, monkeypatch) -> None:
-    from composer_speedups import verification
-
     def full(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 

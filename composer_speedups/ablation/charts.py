@@ -135,7 +135,7 @@ def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | No
     # What diverged, failed in part or did nothing is shown, but beats nobody.
     best = pareto([point for row, point in zip(shown, points, strict=True) if _sound(row)])
     drawing = Drawing("Speed against memory", height=360)
-    x, y = _axes(drawing, points, "peak memory, MB", "samples/s", right=448, top=30, bottom=300)
+    x, y = _axes(drawing, points, "peak memory, MB", "samples/s", right=438, top=30, bottom=300)
     corners = [(x(memory), y(speed)) for memory, speed in best]
     stairs: Curve = corners[:1]
     for (_, level), corner in pairwise(corners):
