@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch.utils.data import DataLoader
 
-from composer_speedups.errors import OutOfMemory, is_out_of_memory
+from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, is_out_of_memory
 from composer_speedups.recipes import Recipe
 from composer_speedups.tasks import build_task
 from composer_speedups.training import build_composer_model, build_optimizer
@@ -38,6 +39,7 @@ def verify_recipe(
         OutOfMemory: with fewer texts to try.
     """
     seed = recipe.seed if seed is None else seed
+    _check_available(recipe)
     micro = None
     # Of texts; Composer weighs parts of a batch by them, and not by the tokens that MLM's loss is a mean over.
     if recipe.accumulates and recipe.task.objective == "classification":
@@ -58,3 +60,14 @@ def verify_recipe(
             raise
         remedy = f"try --samples {samples // 2}" if samples > 1 else "try a shorter task.max_length"
         raise OutOfMemory(f"{recipe.name} ran out of memory with {samples} texts: {remedy}") from error
+
+
+def _check_available(recipe: Recipe) -> None:
+    """Before data and model are made; with how to leave out all that cannot be used here."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reasons = {one.key(): why for one in recipe.algorithms() if (why := one.unavailable(device)) is not None}
+    if not reasons:
+        return
+    key, why = next(iter(reasons.items()))
+    rest = " ".join(f"speedups.{one}=null" for one in reasons)
+    raise SpeedUpUnavailable(f"{key} cannot be used here: {why}; all but what this machine lacks: {rest}")
