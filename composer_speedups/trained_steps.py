@@ -104,7 +104,7 @@ class Watch(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         assert self._step is not None
         there = {name: self.released.get(name) if p.grad is None else p.grad for p, name in self.names.items()}
-        self._step.found = {name: _host(g).double() for name, g in there.items() if g is not None}
+        self._step.found = {name: _host(g) for name, g in there.items() if g is not None}
 
     def batch_end(self, state: State, logger: Logger) -> None:
         step = self._step

@@ -20,7 +20,7 @@ class Gradients:
 
     Attributes:
         loss: the batch's.
-        tensors: by parameter, those that have one; float64, on the CPU.
+        tensors: by parameter, those that have one; on the CPU, in the precision of the weights.
     """
 
     loss: float
@@ -57,8 +57,9 @@ def errors(found: Gradients, true: Gradients) -> Errors:
     """
     tensors, norms = {}, {}
     for name in {**true.tensors, **found.tensors}:
-        there = true.tensors.get(name)
-        here = found.tensors.get(name)
+        here, there = (
+            tensor.double() if (tensor := of.tensors.get(name)) is not None else None for of in (found, true)
+        )
         difference = there if here is None else here if there is None else here - there
         assert difference is not None
         tensors[name] = float(difference.norm())
@@ -95,9 +96,7 @@ def gradients(
     twin, loss = _forward(model, batch, weights, dtype, torch.device(device), autocast)
     (loss * loss_scale).backward()
     found = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
-    return Gradients(
-        float(loss.detach()), {name: grad.detach().cpu().double() / loss_scale for name, grad in found.items()}
-    )
+    return Gradients(float(loss.detach()), {name: grad.detach().cpu() / loss_scale for name, grad in found.items()})
 
 
 def loss_of(model: ComposerModel, batch: Any, weights: Mapping[str, torch.Tensor]) -> float:

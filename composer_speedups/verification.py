@@ -340,7 +340,7 @@ def _updates(
     exact = torch.optim.AdamW([group for group in groups if group["params"]], foreach=False, fused=False)
     for part in watch.parts:
         for name, weight in weights.items():
-            weight.grad = part.get(name)
+            weight.grad = None if (gradient := part.get(name)) is None else gradient.double()
         exact.step()
     update, size, error = (
         math.hypot(*(float(difference.norm()) for difference in differences))
