@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,17 +21,17 @@ from composer.core import Algorithm, Callback, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from composer_speedups import compat
 from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.batching import sample_lengths
 from composer_speedups.errors import UserError
 from composer_speedups.optimizers import describe, is_adamw
-from composer_speedups.speedup import SpeedUp
+from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.true_gradients import Gradients, mapped
 
-__all__ = ["Step", "Watch", "one_batch", "part_of", "train"]
+__all__ = ["Step", "Texts", "Watch", "one_batch", "part_of", "train"]
 
 _STEPS = 4  # CUDAGraphs records at the second batch of a shape, and replays from the third
 _OVERFLOWS = 16  # steps more that fp16's scaler may need until its gradients are finite
@@ -47,46 +49,56 @@ class Step:
     loss_scale: float
     precision: compat.Float32Precision
     loss: float = 0.0
-    found: dict[str, torch.Tensor] | None = None
+    finite: bool = True
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+    part: dict[str, torch.Tensor] = field(default_factory=dict)  # of each gradient
 
     @property
     def gradients(self) -> Gradients:
-        return Gradients(self.loss, self.found or {})
+        return Gradients(self.loss, self.found)
 
 
 class Watch(Callback):
     """Keeps the first and the last step whose gradients are finite, and of each the part of the updates to compare.
 
     Args:
-        names: of the parameters.
+        names: of the parameters that are trained.
+        texts: what the batches are made of.
+        every: keep all steps.
 
     Attributes:
-        kept: the first and the last step.
+        kept: the steps.
         parts: of each step, a part of each gradient.
         after: of each parameter the same part, when the last step was done.
         dtype: of autocast; None without.
         optimizer: the one that made the steps.
+        not_finite: the step at which all was given up, as its gradients were not; 0 if none.
     """
 
-    def __init__(self, names: dict[torch.nn.Parameter, str]) -> None:
-        self.names = names
+    def __init__(self, names: dict[torch.nn.Parameter, str], texts: Texts, every: bool = False) -> None:
+        self.names, self.texts, self.every = names, texts, every
         self.kept: list[Step] = []
         self.parts: list[dict[str, torch.Tensor]] = []
         self.after: dict[str, torch.Tensor] = {}
         self.dtype: torch.dtype | None = None
         self.rounded = False  # whether float32 products are
         self.optimizer, self.is_adamw, self.in_8_bits = "", False, False
-        self.overflows = 0
+        self.overflows, self.not_finite = 0, 0
         self.released: dict[str, torch.Tensor] = {}
         self._step: Step | None = None
         self._rows = 0
+
+    @property
+    def _whole(self) -> bool:
+        """Whether this step may be one that is kept."""
+        return self.every or len(self.parts) in (0, _STEPS - 1)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         scaler = state.scaler
         self._step = Step(
             number=int(state.timestamp.batch) + 1,
             batch=mapped(state.batch, _host),
-            weights={name: _host(p) for p, name in self.names.items()},
+            weights={name: _host(p) for p, name in self.names.items()} if self._whole else {},
             loss_scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
             precision=compat.read_float32_precision(),
         )
@@ -104,30 +116,55 @@ class Watch(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         assert self._step is not None
         there = {name: self.released.get(name) if p.grad is None else p.grad for p, name in self.names.items()}
-        self._step.found = {name: _host(g) for name, g in there.items() if g is not None}
+        found = {name: g.detach() for name, g in there.items() if g is not None}
+        self._step.finite = math.isfinite(self._step.loss) and all(bool(g.isfinite().all()) for g in found.values())
+        self._step.part = {name: part_of(g) for name, g in found.items()}
+        self._step.found = {name: _host(g) for name, g in found.items()} if self._whole else {}
 
     def batch_end(self, state: State, logger: Logger) -> None:
         step = self._step
-        assert step is not None and step.found is not None
-        if step.gradients.finite:
-            self.kept[1:] = [step] if self.kept else []
-            self.kept = self.kept or [step]
-            self.parts.append({name: part_of(g) for name, g in step.found.items()})
+        assert step is not None
+        if step.finite:
+            if self._whole:
+                self.kept.append(step)
+            self.parts.append(step.part)
             self.after = {name: part_of(p) for p, name in self.names.items()}
             self._look_at(state.optimizers[0])
         else:
             self.overflows += 1
         given_up = self.overflows > (_OVERFLOWS if step.loss_scale != 1.0 else 0)
         if given_up:
-            self.kept = [step]
+            self.not_finite = step.number
+            self.kept = self.kept or [step]
         if given_up or len(self.parts) >= _STEPS:
             state.stop_training()
+        self.texts.others = len(self.parts) == _STEPS - 1
         self.released.clear()
 
     def _look_at(self, optimizer: Optimizer) -> None:
         self.optimizer, self.is_adamw = describe(optimizer), is_adamw(optimizer)
         values = [value for entry in optimizer.state.values() for value in entry.values()]
         self.in_8_bits = any(isinstance(value, torch.Tensor) and value.dtype is torch.uint8 for value in values)
+
+
+class Texts(Dataset):
+    """Some samples of `dataset`; and for the last step their neighbours in length, so that no batch is computed twice.
+
+    Args:
+        dataset: any that has a length.
+        first: of the samples.
+        second: as many others; the longest is the same, so that batches have one width.
+    """
+
+    def __init__(self, dataset: Any, first: Sequence[int], second: Sequence[int]) -> None:
+        self.dataset, self.first, self.second = dataset, first, second
+        self.others = False
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[(self.second if self.others else self.first)[index]]
 
 
 def one_batch(loader: DataLoader, samples: int, which: int = 0) -> DataLoader:
@@ -143,9 +180,14 @@ def one_batch(loader: DataLoader, samples: int, which: int = 0) -> DataLoader:
     with contextlib.suppress(Exception):  # whatever samples are
         lengths = sample_lengths(Subset(dataset, order))
         order = [order[int(i)] for i in np.argsort(lengths, kind="stable")]
-    chosen = [order[(round(i * (there - 1) / max(1, samples - 1)) + 5 * which) % there] for i in range(samples)]
+    # From the longest down: of one sample it is that one.
+    places = [there - 1 - round(i * (there - 1) / max(1, samples - 1)) for i in range(samples)]
+    places = [(place + 5 * which) % there for place in places]
+    longest = max(places)
+    first = [order[place] for place in places]
+    second = [order[place if place == longest else place + 1] for place in places]
     return DataLoader(
-        Subset(dataset, chosen),
+        Texts(dataset, first, second),
         batch_size=samples,
         shuffle=True,
         collate_fn=loader.collate_fn,
@@ -163,16 +205,24 @@ def train(
 ) -> tuple[Watch, dict[str, dict[str, Any]], list[str]]:
     """Some steps of copies of `plain` and `algorithms`; by speed-up its evidence, and what had no effect."""
     model, speedups = copy.deepcopy(plain), [_whole(a) for a in copy.deepcopy(list(algorithms))]
-    watch = Watch({parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad})
+    stepped = optimizer(model)
+    trained = {parameter for group in stepped.param_groups for parameter in group["params"]}
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad and p in trained}
+    if not names:
+        raise UserError(
+            "the optimizer has no parameter of the model that is trained: let it take those of its argument"
+        )
+    loader.dataset.others = False
+    watch = Watch(names, loader.dataset, every=any(speedup.stage is Stage.RECORD for speedup in speedups))
     if any(speedup.at_once for speedup in speedups):
         # Before it drops them: hooks run in the order in which they came.
         for parameter, name in watch.names.items():
             parameter.register_post_accumulate_grad_hook(partial(_keep, watch.released, name))
-    with _quiet() as said:
+    with _same_random_numbers(), _quiet() as said:
         trainer = Trainer(
             model=model,
             train_dataloader=loader,
-            optimizers=optimizer(model),
+            optimizers=stepped,
             max_duration=f"{_STEPS + _OVERFLOWS}ba",
             device_train_microbatch_size=microbatch_size or loader.batch_size,
             algorithms=speedups,
@@ -189,6 +239,18 @@ def train(
         finally:
             trainer.close()
     return watch, {speedup.key(): dict(speedup.evidence) for speedup in speedups}, said
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Have all generators afterwards as they were: a Trainer seeds them, and whoever asks has a training to come."""
+    numbers, python = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            np.random.set_state(numbers)
+            random.setstate(python)
 
 
 @contextlib.contextmanager
@@ -234,6 +296,9 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements from all over a parameter, at most `_PART` of them or a few more."""
-    flat = tensor.detach().cpu().reshape(-1)
-    return flat[:: max(1, len(flat) // _PART)].clone()
+    """Elements from all rows and columns of a parameter and its last ones, at most `_PART` or a few more."""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, len(flat) // _PART)
+    while math.gcd(step, tensor.shape[-1] if tensor.ndim else 1) > 1:  # else the same columns of all rows
+        step += 1
+    return torch.cat([flat[::step], flat[-64:]]).to("cpu")

@@ -26,10 +26,6 @@ class Gradients:
     loss: float
     tensors: dict[str, torch.Tensor]
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and all(bool(g.isfinite().all()) for g in self.tensors.values())
-
 
 @dataclass(frozen=True)
 class Errors:
@@ -87,7 +83,7 @@ def gradients(
     Args:
         model: stays as it is.
         batch: as the model takes it.
-        weights: by parameter; others keep the model's.
+        weights: by parameter; others keep the model's. Gradients are of these.
         dtype: of the weights.
         device: where it is computed.
         autocast: under autocast to this; None goes without.
@@ -95,7 +91,7 @@ def gradients(
     """
     twin, loss = _forward(model, batch, weights, dtype, torch.device(device), autocast)
     (loss * loss_scale).backward()
-    found = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None and name in weights}
     return Gradients(float(loss.detach()), {name: grad.detach().cpu() / loss_scale for name, grad in found.items()})
 
 
@@ -132,8 +128,10 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return change(batch)
     if isinstance(batch, Mapping):
         return {key: mapped(value, change) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(mapped(value, change) for value in batch)
+    if isinstance(batch, list):
+        return [mapped(value, change) for value in batch]
+    if isinstance(batch, tuple):  # named ones, too, become plain ones
+        return tuple(mapped(value, change) for value in batch)
     return batch
 
 

@@ -6,7 +6,8 @@ with none of our kernels. What is allowed is not chosen by hand: it is the error
 precision, by PyTorch's own autocast, with some room. Rounding to 16 bits hides small mistakes; so the same is done once
 more in float32. The optimizer's updates are compared with AdamW's in float64, given the same gradients.
 
-Dropout is off, as no two implementations draw the same masks; that masks are right is for the tests.
+Dropout is off, as no two implementations draw the same masks; that masks are right is for the tests. So is how
+`TokenBudgetBatches` weighs batches of unequal numbers of samples: here there is one batch of all samples.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ from composer.core import Algorithm
 from composer.models import ComposerModel
 from composer.utils import dist
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from composer_speedups import compat, registry
-from composer_speedups.errors import UserError
-from composer_speedups.optimizers import is_adamw, split_off_no_decay, torch_groups
+from composer_speedups.errors import UserError, is_out_of_memory
 from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.surgery import stock_class
 from composer_speedups.trained_steps import Step, Watch, one_batch, part_of, train
 from composer_speedups.true_gradients import Errors, Gradients, errors, gradients, loss_of, mapped, without_dropout
+from composer_speedups.true_updates import Updates, another_optimizer, compare_updates
+from composer_speedups.weighting import of_tokens
 
-__all__ = ["ROOM", "Comparison", "Updates", "Verification", "verify"]
+__all__ = ["ROOM", "Comparison", "Verification", "verify"]
 
 # Times the plain model's error. Independent roundings add up by their squares, so this is sixteen times as many.
 # LowPrecisionNorm and the fused norms, which keep the residual stream in 16 bits, take 1.2 to 1.7 times the error.
 ROOM = 4.0
-# Of a parameter whose true gradient is nothing, as of keys' biases, what the whole's rounding leaves of a thousandth.
-_NOTHING = 1e-3
+# Times that, of a parameter whose true gradient is nothing beside the plain model's error, as keys' biases': there one
+# kernel's rounding is compared with another's, which were up to 13 times as large.
+_NOTHING = 8.0
+_LOSS = 0.1  # of the gradients' relative error, what a loss may be off by where the plain model's is off by less
 # In 16 bits a unit next to a ReLU's kink may be on in one model and off in the other, a tenth of a small head's
 # gradient: of tiny DistilBERTs with LowPrecisionNorm one in two batches of eight texts has such a unit, of plain ones
 # one in four. Of two other texts few have, while what is wrong is wrong with all texts.
@@ -54,8 +59,8 @@ class Comparison:
         step: counted from 1.
         plain: errors of the plain model.
         errors: those of the model with its speed-ups.
-        worst: the parameter whose gradient is furthest off for what is allowed.
-        share: its error, of what is allowed: above 1 it is too large. Loss and all gradients together are in it, too.
+        worst: what is furthest off for what is allowed: a parameter's gradient, `all gradients`, or the `loss`.
+        share: its error, of what is allowed: above 1 it is too large.
     """
 
     precision: str
@@ -67,28 +72,12 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Updates:
-    """What the optimizer made of its gradients.
-
-    Attributes:
-        optimizer: its class.
-        error: of all steps' updates together, relative to AdamW's in float64 from the same gradients.
-        allowed: what rounding each weight to float32 at each step explains; None where the update is another one on
-            purpose (8-bit state, Adafactor, an optimizer that is no AdamW).
-    """
-
-    optimizer: str
-    error: float
-    allowed: float | None
-
-
-@dataclass(frozen=True)
 class Verification:
     """What `verify` found.
 
     Attributes:
         comparisons: by precision and step.
-        updates: the optimizer's; None where it is no AdamW.
+        updates: the optimizer's; None where it is no AdamW, as Adafactor.
         tokens: real ones of the batch; None where it has no attention mask.
         padding: share of the batch.
         changed: by speed-up, what it says it changed.
@@ -143,14 +132,14 @@ def verify(
         say: is told what is being done.
 
     Raises:
-        UserError: an algorithm is no speed-up, or cannot be used here; several processes; a model that gives another
-            loss each time without dropout.
+        UserError: what was given cannot be compared, as an algorithm that is no speed-up, a model that has some already
+            or that gives another loss each time without dropout; or it cannot be used here.
 
     >>> from composer_speedups import FusedAdamW, Unpadding
     >>> verify(model, dataloader, [Unpadding(), FusedAdamW()]).holds  # doctest: +SKIP
     True
     """
-    _check(model, algorithms)
+    algorithms = _checked(model, dataloader, algorithms, samples, microbatch_size)
     plain = copy.deepcopy(model)
     without_dropout(plain)
     optimizer = optimizer or _adamw
@@ -159,7 +148,13 @@ def verify(
     say("training with the speed-ups")
     watch, changed, notes = run(loader, algorithms)
     first = watch.kept[0]
+    if microbatch_size is not None and microbatch_size < samples and of_tokens(first.batch):
+        raise UserError(
+            "microbatch_size is for models with one label a sample: with one a token, Composer weighs parts of a batch "
+            "by their samples, and so computes something else than the batch at once"
+        )
     _check_repeatable(plain, first)
+    seen = _other_texts(loader, first)
     true = _True(plain, say)
     comparisons = [_compare(true, step, watch.dtype) for step in watch.kept]
     if watch.dtype is not None or watch.rounded:
@@ -175,7 +170,8 @@ def verify(
             comparisons, lambda look: run(one_batch(dataloader, fewer, look), algorithms)[0], true, say
         )
         notes += chance
-    updates = _updates(plain, optimizer, algorithms, watch)
+    updates = compare_updates(plain, optimizer, algorithms, watch)
+    seen += another_optimizer(plain, optimizer, algorithms, watch)
     mask = first.batch.get("attention_mask") if isinstance(first.batch, Mapping) else None
     tokens = None if mask is None else int(mask.sum())
     return Verification(
@@ -185,25 +181,40 @@ def verify(
         0.0 if mask is None else 1 - int(mask.sum()) / mask.numel(),
         changed,
         notes,
-        _wrong(plain, comparisons, updates, watch),
+        [*seen, *_wrong(plain, comparisons, updates, watch)],
     )
 
 
-def _check(model: torch.nn.Module, algorithms: Sequence[Algorithm]) -> None:
+def _checked(
+    model: ComposerModel, loader: DataLoader, algorithms: Sequence[Algorithm], samples: int, microbatch: int | None
+) -> list[Algorithm]:
+    """The algorithms as a list; raise `UserError` for what cannot be compared."""
     if dist.get_world_size() > 1:
         raise UserError("verify is for one process: it compares with the plain model on the whole batch")
+    if not isinstance(model, ComposerModel):
+        raise UserError(f"verify takes a ComposerModel, got {type(model).__name__}: HuggingFaceModel(model) makes one")
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise UserError("verify takes a torch DataLoader over a dataset with a length, of which it makes a batch")
+    for name, value in (("samples", samples), ("microbatch_size", microbatch)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"{name} must be a whole number from 1 on, got {value!r}")
+    algorithms = [algorithms] if isinstance(algorithms, Algorithm) else list(algorithms)
     for algorithm in algorithms:
         if not isinstance(algorithm, SpeedUp):
-            raise UserError(
-                f"verify compares speed-ups with the plain model, and {type(algorithm).__name__} changes what is "
-                "trained: leave it out"
-            )
+            name = algorithm.__name__ if isinstance(algorithm, type) else type(algorithm).__name__
+            what = "is a class, not a speed-up" if isinstance(algorithm, type) else "changes what is trained"
+            raise UserError(f"verify compares speed-ups with the plain model, and {name} {what}: leave it out")
+    for module in model.modules():
+        cls = type(module)
+        if stock_class(cls) is not cls or cls.__module__.startswith("composer_speedups."):
+            raise UserError(f"{cls.__name__} has a speed-up already: give the model as it was before any")
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float32:
             raise UserError(
                 f"verify compares with weights in float32, and {name} is in {parameter.dtype}: convert the model by "
                 "model.float()"
             )
+    return algorithms
 
 
 def _adamw(model: torch.nn.Module) -> Optimizer:
@@ -226,6 +237,26 @@ def _check_repeatable(plain: ComposerModel, step: Step) -> None:
         )
 
 
+def _other_texts(loader: DataLoader, step: Step) -> list[str]:
+    """What is to be said of a first batch with other texts or labels than its samples have, if that can be seen."""
+    texts: Any = loader.dataset
+    expected = loader.collate_fn([texts.dataset[i] for i in texts.first])
+    rows = [_texts_of(batch) for batch in (expected, step.batch)]
+    return [] if None in rows or rows[0] == rows[1] else ["the first batch has other texts or labels than its samples"]
+
+
+def _texts_of(batch: Any) -> list[Any] | None:
+    """Of each row its tokens and label, in any order; of those with a label a token, which a collator may have masked
+    by chance, how many tokens."""
+    if not isinstance(batch, Mapping) or not {"input_ids", "attention_mask", "labels"} <= set(batch):
+        return None
+    masks = batch["attention_mask"].bool()
+    if of_tokens(batch):
+        return sorted(int(mask.sum()) for mask in masks)
+    ids = zip(batch["input_ids"], masks, batch["labels"], strict=True)
+    return sorted((row[mask].tolist(), label.tolist()) for row, mask, label in ids)
+
+
 class _True:
     """Gradients of `plain` in float64; of a first step once, as with the same weights and batch they are the same."""
 
@@ -237,7 +268,17 @@ class _True:
         if self._first is not None and _same(self._first[0], step):
             return self._first[1]
         self.say(f"computing its step {step.number} in float64, on the CPU")
-        found = gradients(self.plain, step.batch, step.weights, dtype=torch.float64)
+        try:
+            found = gradients(self.plain, step.batch, step.weights, dtype=torch.float64)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise UserError(f"the plain model cannot be computed in float64: {error}") from error
+        if not all(bool(g.isfinite().all()) for g in found.tensors.values()) or not math.isfinite(found.loss):
+            raise UserError(
+                "the plain model's loss or gradients are not finite in float64, as of eager attention that fills masks "
+                "with float64's lowest number: give it attn_implementation='sdpa'"
+            )
         self._first = self._first or (step, found)
         return found
 
@@ -262,6 +303,7 @@ def _compare(true: _True, step: Step, dtype: torch.dtype | None) -> Comparison:
     finally:
         compat.write_float32_precision(before)
     stock, found = errors(same, exact), errors(step.gradients, exact)
+    step.found = {}  # of a large model gigabytes
     worst, share = _worst(stock, found)
     return Comparison(_precision(step, dtype), step.number, stock, found, worst, share)
 
@@ -278,11 +320,15 @@ def _worst(stock: Errors, found: Errors) -> tuple[str, float]:
     A parameter may be as far off as the plain model's is, or, relative to it, as all its gradients are: of few numbers
     some are exact by chance.
     """
-    usual = max(stock.gradients, 2 * torch.finfo(torch.float32).eps)
-    nothing = _NOTHING * usual * math.hypot(*found.norms.values())
-    shares = {"loss": found.loss / max(stock.loss, usual), "all gradients": found.gradients / usual}
+    epsilon = torch.finfo(torch.float32).eps
+    usual = max(stock.gradients, 2 * epsilon)
+    shares = {
+        "loss": found.loss / max(stock.loss, _LOSS * usual, 2 * epsilon),
+        "all gradients": found.gradients / usual,
+    }
     for name, error in found.tensors.items():
-        most = max(stock.tensors.get(name, 0.0), usual * found.norms[name], nothing)
+        same = stock.tensors.get(name, 0.0)
+        most = max(same * (_NOTHING if found.norms[name] < 0.1 * same else 1.0), usual * found.norms[name])
         shares[name] = error / most if most else (math.inf if error else 0.0)
     # NaN is no number to be compared: it is the worst there is.
     worst = max(shares, key=lambda name: math.inf if math.isnan(shares[name]) else shares[name])
@@ -309,6 +355,11 @@ def _looked_again(
     return comparisons, []
 
 
+def _learns(updates: Updates | None) -> bool:
+    """Whether updates may be seen: not at a rate of 0, or as small as rounding."""
+    return updates is None or (updates.allowed is None and updates.error > 0.5)
+
+
 def _off(comparisons: Iterable[Comparison]) -> list[str]:
     return [
         f"{c.worst}, step {c.step} in {c.precision}: {c.share:.3g} times the error that is allowed"
@@ -317,53 +368,17 @@ def _off(comparisons: Iterable[Comparison]) -> list[str]:
     ]
 
 
-def _updates(
-    plain: ComposerModel,
-    optimizer: Callable[[torch.nn.Module], Optimizer],
-    algorithms: Sequence[Algorithm],
-    watch: Watch,
-) -> Updates | None:
-    """AdamW in float64 from the same weights and gradients, on a part of each parameter: it looks at nothing else."""
-    model = copy.deepcopy(plain)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    reference = optimizer(model)
-    if not is_adamw(reference) or not watch.parts or not watch.is_adamw:
-        return None
-    if any(getattr(algorithm, "no_decay_on_bias_and_norm", False) for algorithm in algorithms):
-        split_off_no_decay(reference)
-    before = {name: part_of(weight).double() for name, weight in watch.kept[0].weights.items()}
-    weights = {name: torch.nn.Parameter(value.clone()) for name, value in before.items()}
-    groups = [
-        {**group, "params": [weights[names[p]] for p in group["params"] if names[p] in weights]}
-        for group in torch_groups(reference)
-    ]
-    exact = torch.optim.AdamW([group for group in groups if group["params"]], foreach=False, fused=False)
-    for part in watch.parts:
-        for name, weight in weights.items():
-            weight.grad = None if (gradient := part.get(name)) is None else gradient.double()
-        exact.step()
-    update, size, error = (
-        math.hypot(*(float(difference.norm()) for difference in differences))
-        for differences in (
-            [weights[name].detach() - before[name] for name in weights],
-            list(before.values()),
-            [watch.after[name].double() - weights[name].detach() for name in weights],
-        )
-    )
-    epsilon = torch.finfo(torch.float32).eps
-    # Each step rounds each weight once, to half of `epsilon` of it at most, and computes its update in some twenty
-    # roundings. Twice that.
-    allowed = len(watch.parts) * epsilon * size / update + 40 * epsilon
-    return Updates(watch.optimizer, error / update, None if watch.in_8_bits else allowed)
-
-
 def _wrong(plain: ComposerModel, comparisons: Sequence[Comparison], updates: Updates | None, watch: Watch) -> list[str]:
     began = watch.kept[0].weights
     other = [name for name, p in plain.named_parameters() if name in began and not torch.equal(p.cpu(), began[name])]
     wrong = [f"{name}: other weights than the plain model's before the first step" for name in other[:1]]
     wrong += _off(comparisons)
-    if not watch.parts:
-        wrong.insert(0, "no step had gradients that are finite")
+    if watch.not_finite:
+        wrong.insert(0, f"step {watch.not_finite}: its gradients are not finite")
+    before = {name: part_of(weight) for name, weight in watch.kept[0].weights.items()}
+    some = [name for part in watch.parts for name, gradient in part.items() if gradient.any()]
+    if some and all(torch.equal(before[name], part) for name, part in watch.after.items()) and _learns(updates):
+        wrong.append(f"{watch.optimizer} updated nothing")
     if updates is not None and updates.allowed is not None and not updates.error <= updates.allowed:
         wrong.append(
             f"updates of {updates.optimizer}: {updates.error:.1e} off AdamW's in float64, {updates.allowed:.1e} allowed"

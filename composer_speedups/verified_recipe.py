@@ -44,6 +44,8 @@ def verify_recipe(
     # Of texts; Composer weighs parts of a batch by them, and not by the tokens that MLM's loss is a mean over.
     if recipe.accumulates and recipe.task.objective == "classification":
         micro = max(1, samples * (recipe.microbatch_size or 1) // recipe.batch_size)
+    elif recipe.accumulates:
+        say("leaving out microbatch_size, with which MLM computes something else by Composer's own weighting")
     task = build_task(recipe.task, recipe.model, seed=seed, progress=say)
     try:
         return verify(

@@ -56,13 +56,15 @@ def verify(
 
 
 def _show(found: Verification, recipe: Recipe, samples: int, hardware: str, console: Console) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     def say(text: str, **style: str) -> None:
         console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, **style)
 
     tokens = "" if found.tokens is None else f", {found.tokens:,} tokens and {found.padding:.0%} padding"
-    say(f"\n{recipe.name}: {recipe.model.name}, {samples} texts of {recipe.task.name}{tokens}, dropout off")
+    texts = f"{samples} text{'s' * (samples > 1)} of {recipe.task.name}"
+    say(f"\n{recipe.name}: {recipe.model.name}, {texts}{tokens}, dropout off")
     say(f"On {hardware}\n", style="dim")
     say("Off from float64 by, and how much of what is allowed the furthest off takes:")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -72,19 +74,19 @@ def _show(found: Verification, recipe: Recipe, samples: int, hardware: str, cons
     table.add_column("furthest off", overflow="fold")
     for one in found.comparisons:
         table.add_row(
-            f"{one.precision}, step {one.step}",
+            escape(f"{one.precision}, step {one.step}"),
             f"{one.errors.loss:.1e}",
             f"{one.errors.gradients:.1e}",
             f"{one.plain.gradients:.1e}",
             f"{one.share:.0%}" if one.share < 100 else f"{one.share:.0e} x",
-            one.worst.removeprefix("model."),
+            escape(one.worst.removeprefix("model.")),
         )
     console.print(table)
     if found.updates is None:
         say("\nupdates: not compared, as the optimizer is no AdamW")
     else:
         allowed = found.updates.allowed
-        near = "not judged: its state has 8 bits" if allowed is None else f"{allowed:.1e} allowed"
+        near = "not judged: they are as small as rounding" if allowed is None else f"{allowed:.1e} allowed"
         say(f"\nupdates of {found.updates.optimizer}: {found.updates.error:.1e} off AdamW's in float64 ({near})")
     for note in found.notes:
         say(f"note: {note}")
