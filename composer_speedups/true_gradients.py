@@ -26,6 +26,10 @@ class Gradients:
     loss: float
     tensors: dict[str, torch.Tensor]
 
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and all(bool(g.isfinite().all()) for g in self.tensors.values())
+
 
 @dataclass(frozen=True)
 class Errors:

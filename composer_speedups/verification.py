@@ -274,7 +274,7 @@ class _True:
             if is_out_of_memory(error):
                 raise
             raise UserError(f"the plain model cannot be computed in float64: {error}") from error
-        if not all(bool(g.isfinite().all()) for g in found.tensors.values()) or not math.isfinite(found.loss):
+        if not found.finite:
             raise UserError(
                 "the plain model's loss or gradients are not finite in float64, as of eager attention that fills masks "
                 "with float64's lowest number: give it attn_implementation='sdpa'"
@@ -296,16 +296,28 @@ def _compare(true: _True, step: Step, dtype: torch.dtype | None) -> Comparison:
     before = compat.read_float32_precision()
     try:
         compat.write_float32_precision(step.precision)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        same = gradients(
-            true.plain, step.batch, step.weights, device=device, autocast=dtype, loss_scale=step.loss_scale
-        )
+        same = _stock(true.plain, step, dtype)
     finally:
         compat.write_float32_precision(before)
     stock, found = errors(same, exact), errors(step.gradients, exact)
     step.found = {}  # of a large model gigabytes
     worst, share = _worst(stock, found)
     return Comparison(_precision(step, dtype), step.number, stock, found, worst, share)
+
+
+def _stock(plain: ComposerModel, step: Step, dtype: torch.dtype | None) -> Gradients:
+    """The plain model's, with a loss scale at which they are finite."""
+    device, scale = "cuda" if torch.cuda.is_available() else "cpu", step.loss_scale
+    while True:
+        found = gradients(plain, step.batch, step.weights, device=device, autocast=dtype, loss_scale=scale)
+        if found.finite:
+            return found
+        if scale <= 1:
+            raise UserError(
+                f"the plain model's gradients are not finite in {_precision(step, dtype)}: there is nothing to compare "
+                "with"
+            )
+        scale = max(1.0, scale / 16)
 
 
 def _precision(step: Step, dtype: torch.dtype | None) -> str:

@@ -26,6 +26,7 @@ GROUPS = {name: [file for file in FILES if file.match(f"kernels/*{name}*")] for 
 GROUPS["others"] = [file for file in FILES if all(file not in group for group in GROUPS.values())]
 # A100 and H100; the others are those of a T4, of consumer cards (RTX 3090, 4090, 5090), and a B200.
 CAPABILITIES = [80, 90, *(pytest.param(c, marks=pytest.mark.slow) for c in (75, 86, 89, 100, 120))]
+NEWER = Version(triton.__version__) >= Version("3.6")  # the modern stack, and the newest
 # The emulator has those of the others (`tensor_cores.py`). Attention asks for 8.0 or newer.
 _OTHER_TENSOR_CORES = (75, 100)
 
@@ -35,7 +36,10 @@ def test_every_file_is_in_one_group() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_in_the_interpreter(group: str) -> None:
+def test_in_the_interpreter(group: str, request: pytest.FixtureRequest) -> None:
+    if not NEWER and group != "attention" and request.config.option.markexpr == "not slow":
+        # It runs Python, the same with each Triton, and takes a minute of the pinned stack's twelve.
+        pytest.skip("in the interpreter with the modern stack, or in make test-all")
     # Those faults are planted into what is compiled, which takes a third of the interpreter's time for a wide row.
     run(group, "-k", "not planted and not widest", TRITON_INTERPRET="1")
 
@@ -43,9 +47,8 @@ def test_in_the_interpreter(group: str) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_as_compiled_for_a_gpu(capability: int, group: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    newest = Version(triton.__version__) >= Version("3.6")
-    if capability == (80 if newest else 90) and request.config.option.markexpr == "not slow":
-        pytest.skip(f"sm_{capability} with the {'pinned' if newest else 'modern'} stack, or in make test-all")
+    if capability == (80 if NEWER else 90) and request.config.option.markexpr == "not slow":
+        pytest.skip(f"sm_{capability} with the {'pinned' if NEWER else 'modern'} stack, or in make test-all")
     if group == "attention" and capability in _OTHER_TENSOR_CORES:
         pytest.skip(f"the emulator has no tensor cores of sm_{capability}")
     run(group, "-p", "emulated", EMULATED=str(capability), TRITON_CACHE_DIR=str(tmp_path))

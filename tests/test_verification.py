@@ -492,6 +492,21 @@ def test_a_loss_scale_cancels() -> None:
     assert plain.loss == scaled.loss and errors(scaled, plain).gradients < 1e-6
 
 
+def test_a_scale_at_which_the_plain_model_overflows_is_lowered(monkeypatch) -> None:
+    asked = []
+
+    def overflowing(*_, loss_scale: float, **__) -> Gradients:
+        asked.append(loss_scale)
+        return Gradients(1.0, {"weight": torch.tensor([math.inf if loss_scale > 300 else 1.0])})
+
+    monkeypatch.setattr(verification, "gradients", overflowing)
+    step = SimpleNamespace(batch={}, weights={}, loss_scale=65536.0, precision=None)
+    assert verification._stock(None, step, torch.float16).finite and asked == [65536.0, 4096.0, 256.0]
+    monkeypatch.setattr(verification, "gradients", lambda *_, **__: Gradients(math.nan, {}))
+    with pytest.raises(UserError, match="gradients are not finite in fp16: there is nothing to compare with"):
+        verification._stock(None, step, torch.float16)
+
+
 def test_the_command(capsys) -> None:
     assert main(["verify", "cpu/fastest_fp32", *TINY, "--samples", "6"]) == 0
     out = " ".join(capsys.readouterr().out.split())
