@@ -72,7 +72,6 @@ class RunResult:
     step_profile_other: dict[str, float] = field(default_factory=dict)  # of `other`, the largest operators by name
     memory: dict[str, int] = field(default_factory=dict)  # bytes by kind, measured in a step
     memory_predicted: dict[str, int] = field(default_factory=dict)  # the same by arithmetic, and the `peak`
-
     numerics: dict[str, Any] = field(default_factory=dict)  # `Verification.summary`; empty where nobody asked for it
 
     def as_dict(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import math
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Algorithm, Callback, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
+from composer.utils import reproducibility
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -71,7 +71,8 @@ class Watch(Callback):
         parts: of each step, a part of each gradient.
         after: of each parameter the same part, when the last step was done.
         dtype: of autocast; None without.
-        optimizer: the one that made the steps.
+        was_adamw: whether the optimizer was an AdamW before any speed-up.
+        optimizer: the one that made the steps; whether it is an AdamW, and has states of 8 bits.
         not_finite: the step at which all was given up, as its gradients were not; 0 if none.
     """
 
@@ -82,6 +83,7 @@ class Watch(Callback):
         self.after: dict[str, torch.Tensor] = {}
         self.dtype: torch.dtype | None = None
         self.rounded = False  # whether float32 products are
+        self.was_adamw = False
         self.optimizer, self.is_adamw, self.in_8_bits = "", False, False
         self.overflows, self.not_finite = 0, 0
         self.released: dict[str, torch.Tensor] = {}
@@ -204,7 +206,7 @@ def train(
     algorithms: Sequence[Algorithm],
 ) -> tuple[Watch, dict[str, dict[str, Any]], list[str]]:
     """Some steps of copies of `plain` and `algorithms`; by speed-up its evidence, and what had no effect."""
-    model, speedups = copy.deepcopy(plain), [_whole(a) for a in copy.deepcopy(list(algorithms))]
+    model, speedups = copy.deepcopy(plain), [_in_one_batch(a) for a in copy.deepcopy(list(algorithms))]
     stepped = optimizer(model)
     trained = {parameter for group in stepped.param_groups for parameter in group["params"]}
     names = {p: name for name, p in model.named_parameters() if p.requires_grad and p in trained}
@@ -214,6 +216,7 @@ def train(
         )
     loader.dataset.others = False
     watch = Watch(names, loader.dataset, every=any(speedup.stage is Stage.RECORD for speedup in speedups))
+    watch.was_adamw = is_adamw(stepped)
     if any(speedup.at_once for speedup in speedups):
         # Before it drops them: hooks run in the order in which they came.
         for parameter, name in watch.names.items():
@@ -244,13 +247,11 @@ def train(
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
     """Have all generators afterwards as they were: a Trainer seeds them, and whoever asks has a training to come."""
-    numbers, python = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            np.random.set_state(numbers)
-            random.setstate(python)
+    before = reproducibility.get_rng_state()
+    try:
+        yield
+    finally:
+        reproducibility.load_rng_state(before)
 
 
 @contextlib.contextmanager
@@ -272,8 +273,8 @@ def _quiet() -> Iterator[list[str]]:
         log.setLevel(level)
 
 
-def _whole(speedup: SpeedUp) -> SpeedUp:
-    """The batch stays one: a budget of tokens is then that of all its samples, which all weigh the same."""
+def _in_one_batch(speedup: SpeedUp) -> SpeedUp:
+    """A budget of tokens becomes that of all samples, which all weigh the same."""
     if speedup.key() == "token_budget_batches":
         speedup.tokens_per_batch = None  # type: ignore[attr-defined]
     return speedup

@@ -171,7 +171,7 @@ def test_what_is_so_with_some_texts_only_is_chance(monkeypatch, others: list[Com
 
     def train_at(look: int) -> SimpleNamespace:
         made.append(look)
-        return SimpleNamespace(kept=[others[look - 1]], dtype=torch.bfloat16)
+        return SimpleNamespace(kept=[others[look - 1]], dtype=torch.bfloat16, not_finite=0)
 
     first = [comparison("bf16", 3.0), comparison("float32", 0.3)]
     found, notes = verification._looked_again(first, train_at, None, lambda text: None)
@@ -279,6 +279,8 @@ def test_states_of_8_bits_may_be_further_off() -> None:
 
 def test_another_rule_is_not_compared() -> None:
     assert verify(bert(), loader(), [cs.Adafactor()], adamw).updates is None
+    still = verify(bert(), loader(), [cs.Adafactor(), Fault("no update")], adamw)
+    assert len(still.wrong) == 1 and still.wrong[0].endswith("updated nothing")
     sgd = verify(bert(), loader(), [cs.Unpadding()], lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     assert sgd.holds and sgd.updates is None
 
@@ -349,8 +351,9 @@ def test_batches_have_the_texts_that_there_are(fault: str) -> None:
         lambda model: torch.optim.AdamW(model.parameters(), lr=3e-2, amsgrad=True, betas=(0.9, 0.5)),
         lambda model: torch.optim.AdamW(model.parameters(), lr=0.0),
         lambda model: torch.optim.AdamW(model.parameters(), lr=1e-12),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-14),
     ],
-    ids=["of the head alone", "maximize", "amsgrad", "no rate", "hardly a rate"],
+    ids=["of the head alone", "maximize", "amsgrad", "no rate", "hardly a rate", "below all rounding"],
 )
 def test_optimizers_of_all_kinds_hold(make) -> None:
     found = verify(bert(), loader(), [cs.Unpadding()], make)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_speedups import hardware
 from composer_speedups.errors import ConflictError, TaskError, UserError
-from composer_speedups.recipes import check_speedups
-from composer_speedups.results import Progress
+from composer_speedups.recipes import Recipe, check_speedups
+from composer_speedups.results import Progress, RunResult
 from composer_speedups.tasks.inputs import changed
-
-if TYPE_CHECKING:
-    from composer_speedups.recipes import Recipe
-    from composer_speedups.results import RunResult
 
 __all__ = ["PRELOAD", "survey", "train"]
 
@@ -84,7 +80,6 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     `payload["verify"]`: then compare its numbers with float64, too.
     `payload["inputs"]`: marks of what the run reads, which must be there still.
     """
-    from composer_speedups.recipes import Recipe
     from composer_speedups.training import run
 
     if path := changed(payload.get("inputs") or {}):
