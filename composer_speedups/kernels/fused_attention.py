@@ -264,7 +264,9 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int, biased: bool)
     )
     total = scores(dtype, heads, queries, keys)
     bias = (torch.arange(total, device="cpu", dtype=torch.float32) * 0.3).sin() * 4 if biased else None
+    library.litter()
     out, saved = forward(q, k, v, queries, keys, seeds, p, scale, window=window, library=library, bias=bias)
+    library.litter()
     gradients = backward(g, saved, queries, keys, p, scale, window, library, of_bias=biased)
     found, expected, of_bias = (out, *gradients[:3]), [[] for _ in range(4)], []
     row = element = 0

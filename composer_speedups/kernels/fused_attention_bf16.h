@@ -114,15 +114,20 @@ INLINE void round_rows(uint16_t *to, int64_t stride, const float *x, int64_t row
     }
 }
 
-/* `word` of native.h for sixteen numbers, each times 0x9E3779B9 already; a bit for each half, 1 where it is dropped. */
-INLINE __mmask32 drawn(__m512i number, __m512i k0, __m512i k1, __m512i least) {
+/* `word` of native.h for sixteen numbers, each times 0x9E3779B9 already; a bit for each half, 1 where it is dropped.
+
+   GCC 12 may keep a mask register that is widened to 64 bits by storing 32 and reading 64, the rest of which is whatever
+   the stack had: the mask is taken to a general register before. */
+INLINE uint64_t drawn(__m512i number, __m512i k0, __m512i k1, __m512i least) {
   __m512i h = _mm512_add_epi32(number, k0);
   h = _mm512_xor_si512(h, _mm512_xor_si512(_mm512_srli_epi32(h, 16), k1));
   h = _mm512_mullo_epi32(h, _mm512_set1_epi32(0x7FEB352D));
   h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 15));
   h = _mm512_mullo_epi32(h, _mm512_set1_epi32((int)0x846CA68Bu));
   h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 16));
-  return _mm512_cmplt_epi16_mask(h, least);
+  uint32_t dropped = _mm512_cmplt_epi16_mask(h, least);
+  __asm__("" : "+r"(dropped));
+  return dropped;
 }
 
 /* 2^x to a relative 3e-7: x is cut at its floor, for what is left a polynomial of least largest error. */
@@ -169,7 +174,7 @@ INLINE float softmax(const float *s, int64_t hidden, int64_t n, int64_t end, flo
     __m512i p = narrow(a, b), left = p;
     if (dropout) {
       number = _mm512_add_epi32(number, next);
-      bits |= (uint64_t)drawn(number, keys[0], keys[1], threshold) << 32;
+      bits |= drawn(number, keys[0], keys[1], threshold) << 32;
       __mmask32 gone = (__mmask32)(bits >> (first & 1));
       bits >>= 32;
       left = _mm512_maskz_mov_epi16(~gone, p);
