@@ -1,0 +1,185 @@
+"""How ranks exchange gradients, tried on as many as there are; `python -m torch.distributed.run --nproc-per-node N`
+starts it.
+
+`exchange_worker.py FOLDER` writes FOLDER/results.pt: what each try gave, of all ranks, or its error.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from contract import Dataset, bert
+from together import end_together
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from composer_speedups import (
+    GradientAsBucketView,
+    GradientCompression,
+    apply_gradient_as_bucket_view,
+    apply_gradient_compression,
+)
+
+SHARES = (1.0, -0.37, 2.5)  # by rank: what its gradients are multiplied with
+
+
+def data_of(rank: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A model, the same on all ranks, and what this one computes its gradients of."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(24, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
+    torch.manual_seed(2 + rank)
+    return model, torch.randn(16, 24)
+
+
+def loss_of(model: torch.nn.Module, rank: int, rows: torch.Tensor) -> torch.Tensor:
+    return SHARES[rank] * model(rows).square().mean()
+
+
+def gradients(dtype: str | None, parts: int = 1, scale: float = 1.0) -> tuple[torch.Tensor, list[int]]:
+    """Averaged over the ranks, of `parts` microbatches; and how often the speed-up found something to change."""
+    from composer.utils import dist
+
+    rank = dist.get_global_rank()
+    model, rows = data_of(rank)
+    ddp = DistributedDataParallel(model)
+    counts = [] if dtype is None else [apply_gradient_compression(ddp, dtype) for _ in range(2)]
+    for number, part in enumerate(rows.chunk(parts)):
+        with ddp.no_sync() if number + 1 < parts else torch.enable_grad():
+            (scale / parts * loss_of(ddp, rank, part)).backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), counts
+
+
+def in_buckets(**options: Any) -> dict[str, Any]:
+    """Three backward passes, of two microbatches the second, with and without views; each pass's gradients."""
+    from composer.utils import dist
+
+    rank, found = dist.get_global_rank(), {}
+    for name in ("plain", "views"):
+        model, rows = data_of(rank)
+        # Buckets of a few hundred bytes: the model has several, as large ones have.
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0004, **options)
+        if name == "views":
+            apply_gradient_compression(ddp)
+            found["counts"] = [apply_gradient_as_bucket_view(ddp) for _ in range(2)]
+        else:
+            apply_gradient_compression(ddp)
+        passes = []
+        for number in range(3):
+            model.zero_grad(set_to_none=number != 2)
+            for part in rows.chunk(2) if number == 1 else [rows]:
+                with ddp.no_sync() if number == 1 and part.data_ptr() == rows.data_ptr() else torch.enable_grad():
+                    loss_of(ddp, rank, part).backward()
+            passes.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        places = [p.grad.untyped_storage() for p in model.parameters()]
+        found[name] = passes
+        found[f"{name} bytes"] = sum({place.data_ptr(): place.nbytes() for place in places}.values())
+        found[f"{name} storages"] = len({place.data_ptr() for place in places})
+    return found
+
+
+def trained(algorithms: list[Any], strategy: str = "ddp", **options: Any) -> dict[str, Any]:
+    """Two fits of two steps in Composer's Trainer."""
+    from composer import Callback, Trainer
+    from composer.models import HuggingFaceModel
+    from composer.utils import dist
+
+    ranks, losses = dist.get_world_size(), []
+
+    class Losses(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            losses.append(state.total_loss_dict["loss/train/total"])
+
+    if strategy == "fsdp2":
+        from composer.utils.parallelism import FSDP2Config, ParallelismConfig
+
+        config = FSDP2Config(mixed_precision="FULL", state_dict_type="full")
+        options["parallelism_config"] = ParallelismConfig(fsdp2=config)
+    model = HuggingFaceModel(bert(), metrics=[], use_logits=True)
+    samples = Dataset("classification", 32)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        algorithms=algorithms,
+        callbacks=[Losses()],
+        train_dataloader=DataLoader(
+            samples, 8 // ranks, sampler=DistributedSampler(samples, ranks, dist.get_global_rank())
+        ),
+        max_duration="2ba",
+        device="cpu",
+        precision="fp32",
+        seed=7,
+        dist_timeout=60,
+        progress_bar=False,
+        loggers=[],
+        **options,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit()
+            trainer.fit(duration="2ba")
+        finally:
+            trainer.close()
+    return {
+        "losses": losses,
+        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "evidence": [dict(one.evidence) for one in algorithms],
+        "warned": [str(one.message) for one in caught if "changed nothing" in str(one.message)],
+    }
+
+
+def own_hook(state, bucket):  # DDP asks for annotations that are classes, or none
+    return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda sum: sum.value()[0])
+
+
+def beside_another() -> None:
+    ddp = DistributedDataParallel(data_of(0)[0])
+    ddp.register_comm_hook(None, own_hook)
+    apply_gradient_compression(ddp)
+
+
+TRIES: dict[str, Any] = {
+    "float32": lambda: gradients(None),
+    "bf16": lambda: gradients("bf16"),
+    "fp16": lambda: gradients("fp16"),
+    "bf16 in parts": lambda: gradients("bf16", parts=4),
+    "fp16 too large": lambda: gradients("fp16", scale=1e8),
+    "trainer": lambda: trained([GradientCompression()]),
+    "trainer in parts": lambda: trained([GradientCompression()], device_train_microbatch_size=1),
+    "plain trainer": lambda: trained([]),
+    "views": in_buckets,
+    "views, unused looked for": lambda: in_buckets(find_unused_parameters=True),
+    "views, static graph": lambda: in_buckets(static_graph=True),
+    "views in trainer": lambda: trained([GradientAsBucketView()]),
+    "views in trainer, in parts": lambda: trained([GradientAsBucketView()], device_train_microbatch_size=1),
+    "plain trainer, in parts": lambda: trained([], device_train_microbatch_size=1),
+    "both in trainer": lambda: trained([GradientAsBucketView(), GradientCompression()]),
+    "both in trainer, other order": lambda: trained([GradientCompression(), GradientAsBucketView()]),
+    "views, fsdp2": lambda: trained([GradientAsBucketView()], "fsdp2"),
+    "fsdp2": lambda: trained([GradientCompression()], "fsdp2"),
+    "another hook": beside_another,
+}
+
+
+def main(folder: str) -> None:
+    from composer.utils import dist
+
+    dist.initialize_dist("cpu")
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for name, attempt in TRIES.items():
+        try:
+            results[name] = dist.all_gather_object(attempt())
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    if dist.get_global_rank() == 0:
+        torch.save(results, f"{folder}/results.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    end_together()
