@@ -58,6 +58,10 @@ def ablate(
         bool,
         typer.Option("--verify", help="After each recipe's first run, compare its numbers with float64, too."),
     ] = False,
+    ranks: Annotated[
+        int,
+        typer.Option(help="Processes that train a recipe together (DDP): one for each GPU, or for some cores.", min=1),
+    ] = 1,
     tune: Annotated[
         bool,
         typer.Option(
@@ -78,7 +82,13 @@ def ablate(
     from composer_speedups.ablation.selection import check_trainings, find_baseline, load_rows, overrides_in, plan_rows
     from composer_speedups.ablation.study import Settings, Study, plan_study, run_study, show_findings
     from composer_speedups.ablation.terminal import make_console
+    from composer_speedups.errors import UserError
 
+    if ranks > 1 and (verify or tune):
+        option, remedy = (
+            ("--verify", "verify in a study of its own") if verify else ("--tune", "tune first, then --ranks")
+        )
+        raise UserError(f"{option} is about one process, --ranks {ranks} about several: {remedy}")
     console = make_console()
     name, recipes, default = load_rows(what)
     chosen = default
@@ -92,7 +102,7 @@ def ablate(
     folder = out if out is not None else Path("runs") / name
     stop_on_termination()
     samples = tune_samples if tune else None
-    command = _command(what, seeds, out, baseline, plan, equal_batch, profile, samples, timeout, verify)
+    command = _command(what, seeds, out, baseline, plan, equal_batch, profile, samples, timeout, verify, ranks)
     untuned = recipes
     if tune and dry_run:
         console.print(f"Each row would be tuned first, with {tune_samples:,} samples; the plan shows them untuned.")
@@ -104,7 +114,7 @@ def ablate(
         recipes = with_equal_batch(recipes, next(r for r in recipes if r.name == chosen), untuned)
     wanted = _seeds(recipes[0].seed, seeds)
     study = Study(recipes, wanted, folder, name, chosen, command, planned=plan is not None)
-    settings = Settings(timeout=timeout * 60, retry=retry, inspect=profile, verify=verify)
+    settings = Settings(timeout=timeout * 60, retry=retry, inspect=profile, verify=verify, ranks=ranks)
     if dry_run:
         found = plan_study(study, settings, console=console)
         if tune:
@@ -183,6 +193,7 @@ def _command(
     tune: int | None = None,
     timeout: float = _TIMEOUT,
     verify: bool = False,
+    ranks: int = 1,
 ) -> str:
     words: list[Any] = ["composer-speedups", "ablate", *what, "--seeds", seeds]
     words += ["--out", out] if out is not None else []
@@ -191,6 +202,7 @@ def _command(
     words += ["--equal-batch"] if equal else []
     words += [] if profile else ["--no-profile"]
     words += ["--verify"] if verify else []
+    words += ["--ranks", ranks] if ranks > 1 else []
     words += [] if tune is None else ["--tune", "--tune-samples", tune]
     words += [] if timeout == _TIMEOUT else ["--timeout", f"{timeout:g}"]
     return shlex.join(map(str, words))

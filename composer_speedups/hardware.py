@@ -42,7 +42,7 @@ _PACKAGES = (
     "composer_speedups",
 )
 # The facts of `environment` that two speeds must have in common to be compared.
-_IDENTITY = ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "variables")
+_IDENTITY = ("hardware", "gpus", "driver", "cpu", "python", "versions", "threads", "ranks", "variables")
 # What changes speed or numerics. Their values are recorded, and nothing else of the user's environment.
 _VARIABLES = (
     "OMP_NUM_THREADS",
@@ -170,6 +170,7 @@ def identity(facts: dict[str, Any]) -> dict[str, Any]:
     Where a cache lies is no part of it: Inductor sets that variable itself as soon as something imports it.
     """
     found = {key: facts.get(key) for key in _IDENTITY}
+    found["ranks"] = found["ranks"] or 1  # older environments tell of none
     if isinstance(found["variables"], dict):
         found["variables"] = {k: v for k, v in found["variables"].items() if not _is_folder(k)}
     return found

@@ -157,6 +157,7 @@ class Isolation:
         report: Callable[[Any], None] | None = None,
         tick: Callable[[], None] | None = None,
         entry: str | None = None,
+        ranks: int = 1,
     ) -> Outcome:
         """Run the entry with `payload` in a fresh process and wait for its end.
 
@@ -166,11 +167,14 @@ class Isolation:
             report: called with each thing that the run reports.
             tick: called a few times a second while the run goes on.
             entry: another `module:function` than the usual one.
+            ranks: processes that run it together, as torchrun's would; what the first returns and reports counts.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C, after the process was stopped.
         """
-        asked = pickle.dumps({"entry": entry or self.entry, "payload": payload, "environment": self.environment})
+        asked = pickle.dumps(
+            {"entry": entry or self.entry, "payload": payload, "environment": self.environment, "ranks": ranks}
+        )
         events, theirs = os.pipe()
 
         def watched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -32,7 +33,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     Args:
         payload: `recipes`: the recipes; `peaks`: by recipe, the precision whose attainable speed is to be measured;
             `planned`: the recipes were put together by a plan: two speed-ups that contradict each other are a row
-            to skip, not the user's mistake.
+            to skip, not the user's mistake; `ranks`: processes of each run.
         report: not used.
 
     Returns:
@@ -41,9 +42,12 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     """
     import torch
 
+    ranks = payload.get("ranks", 1)
+    if ranks > 1:
+        os.environ["WORLD_SIZE"] = str(ranks)  # what Composer, and speed-ups about several ranks, ask for
     device = torch.device(hardware.hardware())
     answer: dict[str, Any] = {
-        "environment": hardware.environment(),
+        "environment": hardware.environment() | {"ranks": ranks},
         "skip": {},
         "peaks": {},
         "unmeasured": {},
@@ -79,8 +83,14 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     `payload["inspect"]`: also look where the time of a step and the memory go, when all is measured.
     `payload["verify"]`: then compare its numbers with float64, too.
     `payload["inputs"]`: marks of what the run reads, which must be there still.
+    `payload["ranks"]`: processes that train it together, each with its share of the cores.
     """
+    import torch
+
     from composer_speedups.training import run
+
+    if (ranks := payload.get("ranks", 1)) > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
 
     if path := changed(payload.get("inputs") or {}):
         raise TaskError(f"{path} has changed since the study began: put back what it held, or choose another --out")

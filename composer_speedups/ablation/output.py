@@ -43,7 +43,11 @@ def findings(store: Store) -> Findings:
     study, recipes, runs = store.study(), store.recipes(), store.runs()
     environments = store.environments()
     environment = next(iter(environments.values()), {})
-    rows = build_rows(recipes, runs, study["baseline"], study.get("peaks"), hardware=environment.get("hardware", "cpu"))
+    kind = environment.get("hardware", "cpu")
+    # A peak is one GPU's, but of a CPU all cores', which the ranks share.
+    devices = environment.get("ranks", 1) if kind == "cuda" else 1
+    peaks = {precision: devices * peak for precision, peak in (study.get("peaks") or {}).items()}
+    rows = build_rows(recipes, runs, study["baseline"], peaks, hardware=kind)
     by_name = {row["recipe"]: row for row in rows}
     for one in interactions.interactions(recipes, runs, study["baseline"]):
         by_name[one.pair]["interaction"] = asdict(one) | {"text": interactions.sentence(one)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +112,7 @@ class Settings:
         retry: make runs again that had failed or were skipped.
         inspect: after the first run of each recipe, look where a step's time and the memory go.
         verify: then compare the numbers of each recipe with float64, too.
+        ranks: processes that train a recipe together (DDP). With more than one, nothing is inspected or verified.
         until: a time of `time.monotonic`, after which no run starts; one that is not over by then is left for the next
             call, and so is one that would not be.
         expected: seconds of one run, where the caller knows better than the guess from the recipe.
@@ -122,6 +123,7 @@ class Settings:
     retry: bool = False
     inspect: bool = True
     verify: bool = False
+    ranks: int = 1
     until: float | None = None
     expected: float | None = None
     entries: Entries = field(default_factory=lambda: Entries())  # by name, when made: tests put others in its place
@@ -257,7 +259,13 @@ class _Work:
         known = self.store.study().get("peaks") or {}
         kind = hardware.hardware()
         wanted = {name: p for name, r in self.recipes.items() if (p := precision(r, kind)) not in known}
-        payload = {"recipes": list(self.study.recipes), "peaks": wanted, "planned": self.study.planned}
+        ranks = self.settings.ranks
+        payload = {
+            "recipes": list(self.study.recipes),
+            "peaks": wanted,
+            "planned": self.study.planned,
+            "ranks": ranks,
+        }
         outcome = self.isolation.run(payload, timeout=600, entry=self.settings.entries.survey)
         if outcome.value is None:
             raise UserError(f"cannot look at this machine: {outcome.reason}\n{outcome.log}".strip())
@@ -265,6 +273,7 @@ class _Work:
         if answer["error"]:
             raise UserError(answer["error"])
         self.facts = answer["environment"]
+        _check_ranks(ranks, self.facts)
         for before in self.store.environments().values():
             difference = hardware.same_machine(before, self.facts)
             if difference:
@@ -280,6 +289,8 @@ class _Work:
             self.console.print(f"No MFU in {unmeasured}: its matmul cannot be measured here ({escape(reason)})")
         for name, reason in answer["skip"].items():
             self.store.skip(name, reason)
+        if kind == "cuda":
+            peaks = {p: ranks * peak for p, peak in peaks.items()}
         self.expected = {n: self.settings.expected or expected_seconds(r, peaks, kind) for n, r in self.recipes.items()}
 
     def announce(self) -> None:
@@ -291,7 +302,8 @@ class _Work:
         say = self.console.print
         what = f"{_counted(len(self.recipes), 'recipe')}, {_counted(len(seeds), 'seed')}"
         say(f"[bold]{escape(self.study.name)}[/]: {what}")
-        say(f"On {escape(hardware.summary(self.facts))}")
+        together = f", {self.settings.ranks} ranks" if self.settings.ranks > 1 else ""
+        say(f"On {escape(hardware.summary(self.facts))}{together}")
         if finished:
             say(f"{_counted(finished, 'run')} {'are' if finished > 1 else 'is'} finished already, and kept")
         self.announce_others()
@@ -377,15 +389,20 @@ class _Work:
         )
         recipe = self.recipes[run.recipe]
         known = self.store.inputs()
+        ranks = self.settings.ranks
+        alone = ranks == 1  # what looks inside is about one process
         payload = {
             "recipe": recipe,
             "seed": run.seed,
-            "inspect": self.settings.inspect and not looked,
-            "verify": self.settings.verify and not verified,
+            "ranks": ranks,
+            "inspect": self.settings.inspect and alone and not looked,
+            "verify": self.settings.verify and alone and not verified,
             "inputs": {path: known[path] for path in read_by(recipe) if path in known},
         }
         try:
-            outcome = self.isolation.run(payload, timeout=self._time_limit(), report=display.progress, tick=tick)
+            outcome = self.isolation.run(
+                payload, timeout=self._time_limit(), report=display.progress, tick=tick, ranks=ranks
+            )
         except BaseException as error:
             why = str(error) if isinstance(error, UserError) else "stopped by the user"
             self.store.finish(run, "interrupted", why, None, "")
@@ -404,6 +421,14 @@ class _Work:
             self.store.skip(run.recipe, reason)
         if status == "interrupted":
             raise KeyboardInterrupt
+
+
+def _check_ranks(ranks: int, facts: Mapping[str, Any]) -> None:
+    """One GPU, or at least one core, for each."""
+    gpus = len(facts.get("gpus") or [])
+    have, what = (gpus, "GPU") if gpus else ((facts.get("cpu") or {}).get("usable") or ranks, "core")
+    if ranks > have:
+        raise UserError(f"{ranks} ranks need a {what} each, this machine has {have}: use --ranks {have}")
 
 
 def _counted(number: int, what: str) -> str:

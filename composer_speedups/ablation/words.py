@@ -46,6 +46,8 @@ def conditions(environment: Facts, study: Facts, rows: Sequence[Row], recipes: M
         f"Task: {', '.join(what)}",
         f"Model: {name}" + (f", {weights}" if weights else "") + others,
     ]
+    if (ranks := environment.get("ranks", 1)) > 1:
+        lines.append(f"Ranks: {ranks} on this machine (DDP): batches are of all together, peak memory is of one")
     if counted:
         most = max(len(row["seeds"]) for row in counted)
         spread = "" if most == 1 else " [lowest, highest]" if most <= 5 else " [95 % interval]"

@@ -33,7 +33,9 @@ from types import ModuleType
 from typing import Any
 
 from composer_speedups.ablation.contention import Contention
+from composer_speedups.ablation.ranks import Ranks
 from composer_speedups.collector import importing
+from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError, is_out_of_memory
 
 __all__ = ["MESSAGE_LIMIT", "classify", "main", "resolve"]
 
@@ -198,17 +200,37 @@ def run_child(events: int, log: int, job: int) -> int:
         while data:
             data = data[os.write(events, data) :]
 
+    def failed(code: int, words: str) -> None:
+        """Another rank has: this one says so for it, and ends."""
+        if code == -signal.SIGKILL:  # who did it, and why, `isolate.py` finds out as for this one
+            os.kill(os.getpid(), signal.SIGKILL)
+        how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        send(json.loads(words) if words else {"failure": "failed", "reason": f"a rank {how}"})
+        os._exit(1)
+
+    ranks = None
     try:
         with open(job, "rb") as file:
             file.seek(0)
             asked = pickle.load(file)
         os.environ.update(asked["environment"])
+        ranks = Ranks(asked["ranks"], failed)
         contention = Contention()
-        result = resolve(asked["entry"])(asked["payload"], lambda progress: send({"progress": progress}))
-        send({"result": result, "waited": contention.waited()})
+        report = (lambda progress: send({"progress": progress})) if ranks.rank == 0 else (lambda progress: None)
+        result = resolve(asked["entry"])(asked["payload"], report)
+        waited = contention.waited()  # while the other ranks are there to be counted
+        ranks.end()
+        send({"result": result, "waited": waited})
     except BaseException as error:
-        traceback.print_exc()
         status, reason = classify(error)
+        if ranks is not None:
+            # What the user asked for is wrong on all ranks alike, and told in the same words by whichever is first.
+            if ranks.count > 1 and not isinstance(error, UserError):
+                reason = f"rank {ranks.rank}: {reason}"
+            ranks.fail(json.dumps({"failure": status, "reason": reason}))
+        traceback.print_exc()
+        if ranks is not None and not isinstance(error, UserError):
+            ranks.settle()
         send({"failure": status, "reason": reason})
     # What handlers at exit do is no part of the run, but may not hold up the study either.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -223,8 +245,6 @@ def run_child(events: int, log: int, job: int) -> int:
 
 def classify(error: BaseException) -> tuple[str, str]:
     """The status and the one-line reason of a run that raised `error`."""
-    from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError, is_out_of_memory
-
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
     if isinstance(error, SpeedUpUnavailable):

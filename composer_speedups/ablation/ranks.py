@@ -1,0 +1,111 @@
+"""One run as several ranks: the process of a run forks into them, before any of them has a thread or a GPU.
+
+What torchrun does with new interpreters, each of which would import torch and Composer again for ten seconds. The ranks
+are one process group of the system, so that whatever ends the run ends them all.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+__all__ = ["Ranks"]
+
+_PATIENCE = 3.0  # seconds in which a rank that failed first is heard
+
+
+class Ranks:
+    """Forks this process into `count` ranks of one machine; each goes on from here.
+
+    Args:
+        count: of ranks; with 1 nothing happens.
+        failed: called in the first rank, from a thread of its own, when another one has failed: with its exit code, or
+            the signal that ended it as a negative number, and what it has told by `fail`. It must end the process, as
+            the first rank may wait for the other for good.
+
+    Attributes:
+        rank: this process's, from 0.
+        count: of ranks.
+
+    Raises:
+        OSError: no process, or no port to meet at, can be had.
+    """
+
+    def __init__(self, count: int, failed: Callable[[int, str], None]) -> None:
+        self.rank, self.count = 0, count
+        self._watching: list[threading.Thread] = []
+        if count == 1:
+            return
+        heard, self._telling = os.pipe()
+        os.set_blocking(heard, False)  # of a rank that ended without a word there is nothing to read
+        environment = {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "NODE_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        others = []
+        for rank in range(1, count):
+            pid = os.fork()
+            if pid == 0:
+                self.rank = rank
+                os.close(heard)
+                break
+            others.append(pid)
+        os.environ.update(environment, RANK=str(self.rank), LOCAL_RANK=str(self.rank))
+        if self.rank == 0:
+            self._watching = [
+                threading.Thread(target=_watch, args=(pid, heard, failed), daemon=True, name=f"rank {pid}")
+                for pid in others
+            ]
+            for thread in self._watching:
+                thread.start()
+
+    def end(self) -> None:
+        """Wait for all ranks to come here. Those after the first end here; the first goes on when they have."""
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            distributed.barrier()  # whoever is slower may still ask the others for something
+        if self.rank:
+            self._leave(0)
+        for thread in self._watching:
+            thread.join()
+
+    def fail(self, words: str) -> None:
+        """End this rank, if it is one after the first, as one that failed; its traceback goes into the run's log."""
+        if self.rank:
+            traceback.print_exc()
+            os.write(self._telling, words.encode())
+            self._leave(1)
+
+    def settle(self) -> None:
+        """Give a later rank time to tell that it failed first: what the first then sees is a lost connection."""
+        for thread in self._watching:
+            thread.join(_PATIENCE / len(self._watching))
+
+    def _leave(self, code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # Gloo's threads may outlive an interpreter that ends by itself, which then aborts
+
+
+def _watch(pid: int, heard: int, failed: Callable[[int, str], None]) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 0:
+        return
+    try:
+        words = os.read(heard, 65536).decode(errors="replace")
+    except BlockingIOError:
+        words = ""
+    failed(code, words)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
