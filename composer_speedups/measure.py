@@ -24,6 +24,7 @@ from composer_speedups.results import Progress
 __all__ = ["Measurement"]
 
 _REPORT_EVERY = 0.25  # seconds between two progress reports
+_KEPT = 512  # steps whose events and lengths stay on the device; a training of days must not collect them
 _NAN_PATIENCE = 25  # steps in a row without a finite loss, after which a run is given up
 
 
@@ -39,6 +40,14 @@ class Measurement(Callback):
 
     Attributes:
         peak: of memory, since the fit began.
+        losses: of each step, the mean over the ranks, as Composer has it.
+        samples: of each step, of all ranks.
+        compiling: of each step, whether something was compiled in it.
+        gave_up: whether it was ended as the loss stayed without a finite value.
+        interrupted: whether it was ended as somebody asked for that.
+        evaluating: whether an evaluation goes on.
+        fit_seconds: of all of the fit.
+        eval_seconds: of evaluations in it.
     """
 
     def __init__(
@@ -62,6 +71,8 @@ class Measurement(Callback):
         self.fit_seconds = 0.0
         self.eval_seconds = 0.0
         self._lengths: list[torch.Tensor] = []
+        self._tokens: list[tuple[int, int, int]] = []
+        self._seconds: list[float] = []
         self._ticks: list[tuple[object, object]] = []
         self._padded_tokens = 0
         self._next_report = 0.0
@@ -121,13 +132,17 @@ class Measurement(Callback):
             local = squares if self._reach is None else pairs_within(lengths, self._reach)
             self._lengths.append(torch.stack([lengths.sum(), squares, local]))
             self._padded_tokens += mask.numel()
+            if len(self._lengths) >= 2 * _KEPT:
+                self._read_lengths(_KEPT)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         now = self._now()
         self._ticks.append((self._mark, now))
         self._mark = now
         self.peak.look()
-        self._step = len(self._ticks)
+        self._step = len(self._seconds) + len(self._ticks)
+        if len(self._ticks) >= 2 * _KEPT:
+            self._read_ticks(_KEPT)
         loss = float(state.total_loss_dict.get("loss/train/total", math.nan))
         self.losses.append(loss)
         # Of all ranks, which may have unequal numbers: Composer has summed them in its own account of time.
@@ -156,12 +171,13 @@ class Measurement(Callback):
         """Seconds of each step."""
         if self._ticks and self._cuda:
             torch.cuda.synchronize()
-            return [begin.elapsed_time(end) / 1000 for begin, end in self._ticks]  # type: ignore[attr-defined]
-        return [end - begin for begin, end in self._ticks]  # type: ignore[operator]
+        self._read_ticks(len(self._ticks))
+        return self._seconds
 
     def tokens(self) -> list[tuple[int, int, int]]:
         """Of each step: real tokens, the sum of the squares of the samples' lengths, and the pairs within `reach`."""
-        return [tuple(sums) for sums in torch.stack(self._lengths).tolist()] if self._lengths else []
+        self._read_lengths(len(self._lengths))
+        return self._tokens
 
     def padding_share(self) -> float | None:
         """The share of all tokens of all batches that were padding."""
@@ -169,6 +185,18 @@ class Measurement(Callback):
         return 1 - real / self._padded_tokens if self._padded_tokens else None
 
     # ---- helpers
+
+    def _read_lengths(self, count: int) -> None:
+        """Of the first `count` that are kept: hundreds of steps old, they are read without waiting for the device."""
+        if count:
+            self._tokens += [tuple(sums) for sums in torch.stack(self._lengths[:count]).tolist()]
+            del self._lengths[:count]
+
+    def _read_ticks(self, count: int) -> None:
+        for begin, end in self._ticks[:count]:
+            seconds = begin.elapsed_time(end) / 1000 if self._cuda else end - begin  # type: ignore[attr-defined,operator]
+            self._seconds.append(seconds)
+        del self._ticks[:count]
 
     def _now(self) -> object:
         if self._cuda:

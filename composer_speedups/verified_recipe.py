@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch.utils.data import DataLoader
 
-from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, is_out_of_memory
+from composer_speedups.errors import OutOfMemory, is_out_of_memory
 from composer_speedups.recipes import Recipe
 from composer_speedups.tasks import build_task
-from composer_speedups.training import build_composer_model, build_optimizer
+from composer_speedups.training_parts import available_algorithms, build_composer_model, build_optimizer
 from composer_speedups.verification import Verification, verify
 
 __all__ = ["SAMPLES", "verify_recipe"]
@@ -39,7 +38,7 @@ def verify_recipe(
         OutOfMemory: with fewer texts to try.
     """
     seed = recipe.seed if seed is None else seed
-    _check_available(recipe)
+    algorithms = available_algorithms(recipe)
     micro = None
     # Of texts; Composer weighs parts of a batch by them, and not by the tokens that MLM's loss is a mean over.
     if recipe.accumulates and recipe.task.objective == "classification":
@@ -51,7 +50,7 @@ def verify_recipe(
         return verify(
             build_composer_model(recipe, task, seed),
             DataLoader(task.train, collate_fn=task.collate_train, num_workers=recipe.workers),
-            recipe.algorithms(),
+            algorithms,
             partial(build_optimizer, recipe),
             samples=samples,
             microbatch_size=micro,
@@ -62,14 +61,3 @@ def verify_recipe(
             raise
         remedy = f"try --samples {samples // 2}" if samples > 1 else "try a shorter task.max_length"
         raise OutOfMemory(f"{recipe.name} ran out of memory with {samples} texts: {remedy}") from error
-
-
-def _check_available(recipe: Recipe) -> None:
-    """Before data and model are made; with how to leave out all that cannot be used here."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reasons = {one.key(): why for one in recipe.algorithms() if (why := one.unavailable(device)) is not None}
-    if not reasons:
-        return
-    key, why = next(iter(reasons.items()))
-    rest = " ".join(f"speedups.{one}=null" for one in reasons)
-    raise SpeedUpUnavailable(f"{key} cannot be used here: {why}; all but what this machine lacks: {rest}")

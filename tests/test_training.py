@@ -65,12 +65,12 @@ def test_steps_include_loading_and_no_checkpoints(tmp_path, monkeypatch) -> None
 
         return later
 
-    def make_loader(*args, make=training._loader, **kwargs):
+    def make_loader(*args, make=training.build_loader, **kwargs):
         loader = make(*args, **kwargs)
         loader.collate_fn = slow(loading, loader.collate_fn)
         return loader
 
-    monkeypatch.setattr(training, "_loader", make_loader)
+    monkeypatch.setattr(training, "build_loader", make_loader)
     monkeypatch.setattr(DataLoader, "__iter__", slow(starting, DataLoader.__iter__))
     monkeypatch.setattr(
         checkpoints.checkpoint, "save_checkpoint", slow(writing, checkpoints.checkpoint.save_checkpoint)
@@ -249,7 +249,7 @@ def test_out_of_memory_on_two_ranks(monkeypatch, evaluating: bool, words: str) -
     measurement = measure.Measurement()
     measurement.evaluating = evaluating
     monkeypatch.setattr(training.dist, "get_world_size", lambda: 2)
-    with pytest.raises(OutOfMemory, match=words), training._explained_out_of_memory(tiny(), measurement):
+    with pytest.raises(OutOfMemory, match=words), training.explained_out_of_memory(tiny(), measurement):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 

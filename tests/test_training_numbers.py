@@ -101,9 +101,9 @@ def test_a_resumed_epoch_has_its_own_masks(tmp_path, monkeypatch) -> None:
 def test_the_order_of_samples_is_the_seeds() -> None:
     recipe = tiny()
     task = build_task(recipe.task, recipe.model, seed=1)
-    orders = [[*training._loader(recipe, task, seed, train=True).sampler] for seed in (1, 1, 2)]
+    orders = [[*training.build_loader(recipe, task, seed, train=True).sampler] for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == list(range(64))
-    evaluated = [[*training._loader(recipe, task, seed, train=False).sampler] for seed in (1, 2)]
+    evaluated = [[*training.build_loader(recipe, task, seed, train=False).sampler] for seed in (1, 2)]
     assert evaluated == [list(range(16))] * 2
 
 
@@ -111,17 +111,43 @@ def test_the_order_of_samples_is_the_seeds() -> None:
 def test_tokens_and_flops_of_mlm_are_those_of_all_ranks(ranks: int, monkeypatch) -> None:
     """The samples that are counted are of all ranks already; of a sample's 32 tokens the head predicts 15 %."""
 
-    def result(*args, make=training._result):
+    def result(*args, make=training.run_result):
         with monkeypatch.context() as patch:
             patch.setattr(training.dist, "get_world_size", lambda: ranks)
             return make(*args)
 
-    monkeypatch.setattr(training, "_result", result)
+    monkeypatch.setattr(training, "run_result", result)
     found = run(load_recipe("demo/fp32", [*FULL, "task.objective=mlm"]))
     assert found.real_tokens_per_second == pytest.approx(ranks * 32 * found.samples_per_second)
     layer, head = 4 * 32**2 + 2 * 32 * 64, 32**2 + 32 * 256
     sample = 6 * 32 * 2 * layer + 12 * 2 * 32 * 32**2 + 6 * 0.15 * 32 * head
     assert found.model_flops_per_second == pytest.approx(ranks * sample * found.samples_per_second)
+
+
+def test_a_long_training_keeps_no_more_for_each_step_than_a_few_numbers(monkeypatch) -> None:
+    """What lies on the device is read and dropped on the way: a million steps of it would count as the model's."""
+    held, made = [], []
+
+    def watched(*arguments, make=measure.Measurement, **keywords):
+        measurement = make(*arguments, **keywords)
+        made.append(measurement)
+        end = measurement.batch_end
+        monkeypatch.setattr(
+            measurement,
+            "batch_end",
+            lambda *given: (end(*given), held.append(max(len(measurement._ticks), len(measurement._lengths)))),
+        )
+        return measurement
+
+    monkeypatch.setattr(training, "Measurement", watched)
+    recipe = load_recipe("demo/fp32", [*FULL, "duration=2ep"])
+    whole = run(recipe)
+    monkeypatch.setattr(measure, "_KEPT", 2)
+    held.clear()
+    found = run(recipe)
+    assert found.steps == len(found.step_seconds) == len(held) == 16 and max(held) <= 4
+    assert [made[1].tokens(), found.padding_share] == [made[0].tokens(), whole.padding_share]
+    assert all(seconds > 0 for seconds in found.step_seconds)
 
 
 def test_losses_that_are_not_finite_now_and_then_end_nothing(monkeypatch) -> None:
@@ -146,7 +172,7 @@ def test_evaluation_sees_every_sample_in_batches_of_its_own() -> None:
     recipe = tiny("task.eval_samples=13", "eval_batch_size=5")
     task = build_task(recipe.task, recipe.model, seed=1)
     for train, sizes in ((False, [5, 5, 3]), (True, [8] * 8)):
-        assert [len(batch["labels"]) for batch in training._loader(recipe, task, 1, train=train)] == sizes
+        assert [len(batch["labels"]) for batch in training.build_loader(recipe, task, 1, train=train)] == sizes
 
 
 def test_a_pass_has_as_many_samples_as_a_microbatch(monkeypatch) -> None:
