@@ -148,6 +148,14 @@ def make_trainer(tiny_bert):
         trainer.close()
 
 
+@pytest.fixture(scope="session")
+def exchanged(tmp_path_factory) -> dict:
+    """What two ranks found that exchanged gradients in one way and another."""
+    from exchanges import exchange
+
+    return exchange(tmp_path_factory)
+
+
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Write a file in an empty working folder; return its name."""

@@ -8,18 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from filelock import FileLock
 from test_ranks import environment
 
-__all__ = ["RANKS", "exchanged"]
+__all__ = ["RANKS", "exchange"]
 
 RANKS = 2
 
 
-@pytest.fixture(scope="session")
-def exchanged(tmp_path_factory) -> dict[str, Any]:
+def exchange(tmp_path_factory) -> dict[str, Any]:
     """By the try's name: what each rank found, or the error's text."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "exchanged"

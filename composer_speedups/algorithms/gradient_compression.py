@@ -11,7 +11,9 @@ float32 before, and all ranks get the same bits. fp16 has less room: below 6e-8 
 With `MixedPrecision("fp16")` its scaler sees those infinities, as ever, and skips the step; without a scaler take bf16.
 
 **When it pays.** Several GPUs that talk over PCIe, or machines that talk over a network; many weights and little
-computing for them: small batches, short texts, a large vocabulary. Over NVLink little is left to gain.
+computing for them: small batches, short texts, a large vocabulary. Over NVLink little is left to gain. On CPUs not: two
+ranks of one machine had 0.83x the speed with it, one core each, BERT-base, batch 8 of 64 tokens
+(benchmarks/results/2026-11-29_cpu_two_ranks). No GPUs have been measured.
 
 **Needs.** DDP with two or more ranks, as `composer -n 2` starts them. FSDP exchanges gradients by itself, in the
 `reduce_dtype` of its configuration. A copy of a bucket (25 MB, or the largest tensor) in 16 bits, for a moment.

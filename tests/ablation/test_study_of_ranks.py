@@ -31,7 +31,7 @@ def test_two_ranks_learn_what_one_process_does(tmp_path: Path, monkeypatch, caps
     found = json.loads((tmp_path / "two" / "results.json").read_text())
     plain, sent = found["rows"]
     assert (plain["status"], sent["status"]) == ("ok", "ok")
-    assert sent["evidence"]["gradient_compression"]["changed"] > 10
+    assert sent["evidence"]["gradient_as_bucket_view"]["changed"] > 10
     assert any(line.startswith("Ranks: 2 on this machine (DDP)") for line in found["study"]["conditions"])
     assert "--ranks 2" in found["study"]["command"]
 
@@ -44,10 +44,10 @@ def test_two_ranks_learn_what_one_process_does(tmp_path: Path, monkeypatch, caps
 def test_one_process_has_nothing_to_exchange_and_its_row_is_skipped(monkeypatch) -> None:
     recipe = load_recipe("cpu/ranks", check_arguments=False)
     found = survey({"recipes": [recipe], "peaks": {}}, print)
-    assert "gradient_compression: one process exchanges no gradients" in found["skip"][recipe.name]
+    assert "gradient_as_bucket_view: one process exchanges no gradients" in found["skip"][recipe.name]
     monkeypatch.setenv("WORLD_SIZE", "1")  # which the look at a machine of several sets for itself
     found = survey({"recipes": [recipe], "peaks": {}, "ranks": 2}, print)
-    assert "gradient_compression" not in found["skip"].get(recipe.name, "")
+    assert "gradient_as_bucket_view" not in found["skip"].get(recipe.name, "")
     assert found["environment"]["ranks"] == 2
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from exchange_worker import data_of
-from exchanges import exchanged  # noqa: F401 - a fixture
 
 from composer_speedups import GradientAsBucketView, apply_gradient_as_bucket_view
 from composer_speedups.errors import SpeedUpUnavailable

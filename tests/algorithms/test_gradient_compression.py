@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from exchange_worker import data_of, loss_of
-from exchanges import RANKS, exchanged  # noqa: F401 - a fixture
+from exchanges import RANKS
 
 from composer_speedups import GradientCompression, apply_gradient_compression
 from composer_speedups.errors import SpeedUpUnavailable
