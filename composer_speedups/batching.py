@@ -175,9 +175,10 @@ class TokenBudgetSampler(DistributedSampler):
     def __iter__(self) -> Iterator[list[int]]:
         return ([int(i) for i in shares[self.rank]] for shares in self.batches())
 
-    def batches(self) -> list[list[list[int]]]:
-        """For each of the epoch's batches, each rank's samples."""
-        order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.lengths))
+    def batches(self, epoch: int | None = None) -> list[list[list[int]]]:
+        """For each batch of `epoch`, or of the present one, each rank's samples."""
+        epoch = self.epoch if epoch is None else epoch
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.lengths))
         lengths = self.lengths[order]
         middle = np.cumsum(lengths) - lengths / 2
         stretch = np.minimum((middle * self.steps / lengths.sum()).astype(np.int64), self.steps - 1)
@@ -193,8 +194,7 @@ class TokenBudgetSampler(DistributedSampler):
 
     def samples_before(self, epoch: int, step: int) -> int:
         """How many samples, of all ranks, `epoch` has in its first `step` batches."""
-        self.set_epoch(epoch)
-        return sum(len(share) for batch in self.batches()[:step] for share in batch)
+        return sum(len(share) for batch in self.batches(epoch)[:step] for share in batch)
 
     @staticmethod
     def microbatches(samples: Sequence[int], most: float) -> int:

@@ -4,7 +4,8 @@ Composer stores the state under the optimizer's class name and goes on with empt
 there; torch AdamW and bitsandbytes' 32-bit AdamW even have the same name and different contents. All of them keep the
 same two moments and the same step: this rewrites them, and the parameter groups, in the other's format.
 
-Exact: everything but 8 bits, which rounds each moment to one of 256 codes (`tests/test_convert.py` states by how much).
+Exact for float32 weights: everything but 8 bits, which rounds each moment to one of 256 codes (`tests/test_convert.py`
+states by how much). Of 16-bit weights torch, Composer and Apex keep moments in 16 bits, to which they are rounded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from composer_speedups.checkpoint_files import Unsafe, read_file, write_file
-from composer_speedups.errors import CheckpointError
+from composer_speedups.errors import CheckpointError, ConflictError
 from composer_speedups.optimizer_states import MIN_8BIT_SIZE, Layout, Moments, layout_of, read_moments, write_moments
 
 __all__ = ["EMBEDDINGS", "OPTIMIZERS", "Conversion", "convert_checkpoint", "convert_optimizer_state"]
@@ -79,6 +80,7 @@ def convert_optimizer_state(
 
     Raises:
         CheckpointError: the state is not what `source` says, does not fit `parameters`, or uses what `target` lacks.
+        ConflictError: the moments of a float16 parameter would vanish in float16.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
@@ -175,7 +177,7 @@ def convert_checkpoint(
         weights = {key: value for key, value in state["model"].items() if isinstance(value, torch.Tensor)}
         kept = {key for key in stored["state"] if _is_kept(key, weights, keep_32_bit)}
         converted, summary = _convert(stored, was, to, weights or None, kept, min_8bit_size)
-    except CheckpointError as error:
+    except (CheckpointError, ConflictError) as error:
         raise CheckpointError(f"{source}: {error}") from None
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{source}: its optimizer state is damaged: {type(error).__name__}: {error}") from error

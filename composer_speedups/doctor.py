@@ -248,6 +248,8 @@ def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
         ("torchao", "torchao", "pip install torchao"),
     ):
         found = importlib.util.find_spec(package) is not None
+        if package == "apex" and found:  # the index has another project of that name
+            found = importlib.util.find_spec("apex.optimizers") is not None
         yield Finding(label, found, _version(package) if found else f"not installed: {remedy}")
     if len(gpus) > 1:
         linked = all(

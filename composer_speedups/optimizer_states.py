@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from composer_speedups.errors import ConflictError
+
 __all__ = [
     "BLOCK_SIZE",
     "MIN_8BIT_SIZE",
@@ -90,6 +92,9 @@ def write_moments(
         parameter: gives the device and, for torch's layout, the dtype of the moments.
         step_on_device: fused and capturable AdamW keep the step beside the parameter, the others on the CPU.
         qmaps: the signed and the unsigned 8-bit code book (`optimizer.name2qmap`), for `bnb8`.
+
+    Raises:
+        ConflictError: torch's layout would have them in float16, in which some squares of gradients are zero.
     """
     device = parameter.device
     if layout in ("bnb32", "bnb8"):
@@ -103,6 +108,14 @@ def write_moments(
             state |= _quantize(value, qmap.to(device), number)
         return state
     # Adam's own rule: moments have the parameter's dtype.
+    if parameter.dtype == torch.float16 and moments.exp_avg_sq.dtype != torch.float16:
+        square = moments.exp_avg_sq
+        if bool(((square != 0) & (square.to(torch.float16) == 0)).any()):  # the next update would divide by eps
+            raise ConflictError(
+                f"the optimizer's moments of a float16 parameter of shape {tuple(parameter.shape)} would be kept in "
+                "float16, where squares of small gradients are zero. Keep the weights in float32 (mixed_precision "
+                "computes in 16 bits), or this optimizer"
+            )
     state = {
         "exp_avg": moments.exp_avg.to(device, parameter.dtype, copy=True),
         "exp_avg_sq": moments.exp_avg_sq.to(device, parameter.dtype, copy=True),

@@ -7,11 +7,12 @@ steps, so that the learning rate silently stays constant), the GradScaler, FSDP,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shlex
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -164,6 +165,20 @@ def split_off_no_decay(optimizer: Optimizer) -> int:
     return moved
 
 
+@contextlib.contextmanager
+def _groups_kept_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """What is refused leaves the user's groups as they were, and the same objects: schedulers hold them."""
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        for group, before in groups:
+            group.clear()
+            group.update(before)
+        optimizer.param_groups[:] = [group for group, _ in groups]
+        raise
+
+
 def become(optimizer: Optimizer, template: Optimizer, layouts: dict[torch.Tensor, Layout]) -> None:
     """Make `optimizer` what `template` is, keeping its identity, its moments and its hooks.
 
@@ -304,8 +319,9 @@ class OptimizerSpeedUp(SpeedUp):
                 optimizer=before,
             )
             return
-        moved = split_off_no_decay(optimizer) if self.no_decay_on_bias_and_norm else 0
-        changed = self.convert(optimizer, state.model)
+        with _groups_kept_on_error(optimizer):
+            moved = split_off_no_decay(optimizer) if self.no_decay_on_bias_and_norm else 0
+            changed = self.convert(optimizer, state.model)
         self.report(
             logger,
             changed + moved,

@@ -106,7 +106,9 @@ class Packing(NamedTuple):
         begins = torch.arange(0, total.filling, length, device=mask.device)
         ends = torch.cat([sizes, (total.tokens - real - begins).clamp(0, length)]).cumsum(0)
         lengths = Lengths(
-            torch.cat([ends.new_zeros(1), ends]).int(), torch.full((len(ends),), length, dtype=torch.int32), length
+            torch.cat([ends.new_zeros(1), ends]).int(),
+            torch.full((len(ends),), length, dtype=torch.int32, device="cpu"),
+            length,
         )
         return cls(padding.flatten().byte().argsort(stable=True)[: total.tokens], lengths, rows, length, real)
 
@@ -166,7 +168,8 @@ class OnHost(torch.Tensor):
 
     @classmethod
     def of(cls, counts: list[int]) -> OnHost:
-        return torch.tensor([[int(count), _KINDS.index(type(count))] for count in counts]).as_subclass(cls)
+        pairs = [[int(count), _KINDS.index(type(count))] for count in counts]
+        return torch.tensor(pairs, device="cpu").as_subclass(cls)
 
     def to(self, *args: Any, **kwargs: Any) -> OnHost:
         return self

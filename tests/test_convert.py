@@ -299,6 +299,21 @@ def test_a_bf16_models_moments_are_bf16_in_torch_and_float32_in_bitsandbytes() -
         assert again["state"][key]["exp_avg"].dtype == torch.bfloat16
 
 
+def test_moments_that_float16_cannot_hold_are_refused_and_not_lost() -> None:
+    params = small(torch.float16)
+    optimizer = make("bnb_adamw", params)
+    step(optimizer, 0)
+    state = optimizer.state_dict()
+    for packed in state["state"].values():
+        packed[NESTED]["state2"].fill_(1e-3)
+    convert_optimizer_state(state, "bnb_adamw", "adamw", parameters=dict(enumerate(params)))
+    state["state"][0][NESTED]["state2"][0] = 1e-9  # a gradient of 1e-3, after its first step
+    with pytest.raises(ConflictError, match=r"float16 parameter of shape \(.*would be kept in float16.*in float32"):
+        convert_optimizer_state(state, "bnb_adamw", "adamw", parameters=dict(enumerate(params)))
+    wide = dict(enumerate(small(torch.float32)))
+    assert convert_optimizer_state(state, "bnb_adamw", "adamw", parameters=wide)["state"][0]["exp_avg_sq"].min() > 0
+
+
 def test_groups_keep_what_is_the_users_own() -> None:
     first, second = small()
     optimizer = torch.optim.AdamW(

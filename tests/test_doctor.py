@@ -70,6 +70,14 @@ def test_sizes_that_miss_their_multiples():
     assert "intermediate_size" not in odd
 
 
+def test_the_other_project_called_apex_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {one.name: one for one in capabilities(machine())}["Apex"]
+    assert not found.works and found.detail.startswith("not installed: build it from github.com/NVIDIA/apex")
+
+
 def test_this_machine():
     found = examine()
     device = torch.device(found.environment["hardware"])

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import select
@@ -27,7 +28,9 @@ from composer_speedups.ablation.presence import Presence
 from composer_speedups.ablation.worker import MESSAGE_LIMIT
 from composer_speedups.errors import UserError
 
-__all__ = ["Isolation", "Outcome", "ServerEnded"]
+__all__ = ["CannotStart", "Isolation", "Outcome", "ServerEnded"]
+
+log = logging.getLogger("composer_speedups")
 
 LOG_LIMIT = 262_144  # bytes kept of a run's output: its end tells what went wrong
 _SERVER = """
@@ -47,8 +50,8 @@ class Outcome:
     """How a run ended. `value` is what the entry returned, or None.
 
     `overlapped`: another run was measured meanwhile. `waited`: of the time in which it wanted a core, the share that
-    others had it; None where that is not known. `killed`: by the system for lack of memory, or by somebody: which of
-    them is not known.
+    others had it; None where that is not known. `killed`, or politely asked to end: by what the system has against lack
+    of memory, or by somebody: which of them is not known. `seconds`: from its fork on.
     """
 
     status: str
@@ -79,6 +82,10 @@ class ServerEnded(UserError, RuntimeError):
         )
 
 
+class CannotStart(UserError, RuntimeError):
+    """No process can be had for runs, or none that could do them."""
+
+
 class _Gone(Exception):
     """The process that starts the runs does not answer."""
 
@@ -102,8 +109,7 @@ class Isolation:
         self.entry = entry
         self.preload = tuple(preload)
         self.environment = dict(environment or {})
-        self.shared = sys.platform == "linux"  # forks of macOS frameworks crash
-        self.note = "" if self.shared else "every run starts a new interpreter"
+        self.shared, self.note = True, ""
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._ready = False
@@ -120,6 +126,11 @@ class Isolation:
         """Start importing, in the background."""
         if self._server is not None:
             return
+        if sys.platform != "linux":
+            raise CannotStart(
+                f"runs in processes of their own are forks, which need Linux, and this is {sys.platform}: use a "
+                "container or another machine. `train`, and algorithms in a Trainer, work here"
+            )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         preload = self.preload if self.shared else ()
@@ -171,11 +182,13 @@ class Isolation:
 
         Raises:
             KeyboardInterrupt: on Ctrl-C, after the process was stopped.
+            CannotStart, ServerEnded: there is no process to run it in.
         """
         asked = pickle.dumps(
             {"entry": entry or self.entry, "payload": payload, "environment": self.environment, "ranks": ranks}
         )
-        events, theirs = os.pipe()
+        events, writing = os.pipe()
+        theirs: int | None = writing
 
         def watched() -> None:
             presence.look()
@@ -186,10 +199,9 @@ class Isolation:
             with Presence() as presence, tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as job:
                 job.write(asked)  # in a file, as it may be larger than a message
                 job.flush()
-                try:
-                    pid = self._launch([theirs, log.fileno(), job.fileno()], watched)
-                finally:
-                    os.close(theirs)
+                pid = self._launch([writing, log.fileno(), job.fileno()], watched)
+                os.close(writing)  # the run has its own: at its end the pipe is, too
+                theirs = None
                 watch = _Watch(pid, events, self._connection(), report, watched)
                 try:
                     outcome = watch.wait(timeout)
@@ -199,6 +211,8 @@ class Isolation:
                 outcome.log = _tail(log)
         finally:
             os.close(events)
+            if theirs is not None:
+                os.close(theirs)
             if not self.shared:
                 self.close()
         if not watch.exited:  # the server itself died: the next run gets a new one
@@ -207,7 +221,7 @@ class Isolation:
         return outcome
 
     def _launch(self, descriptors: list[int], tick: Callable[[], None] | None) -> int:
-        ended = sys.platform != "linux"  # elsewhere a run may outlive the server that has just started it
+        ended = False
         for _ in range(3):  # once more if the server may not fork, and once more if somebody killed it
             self.start()
             server, log = self._server, self._server_log
@@ -227,7 +241,7 @@ class Isolation:
             if "pid" in reply:
                 return reply["pid"]
             self._give_up_sharing(reply["unsafe"])
-        raise RuntimeError("no process could be started")
+        raise CannotStart("no process for runs could be started: is the limit of processes (ulimit -u) reached?")
 
     def _wait_ready(self, tick: Callable[[], None] | None) -> bool:
         """True if the server can fork safely; False once it has been decided to use new interpreters."""
@@ -236,7 +250,9 @@ class Isolation:
         reply = self._receive(tick)
         if "error" in reply:
             self.close()
-            raise RuntimeError(f"the process for runs could not import what they need:\n{reply['error']}")
+            *_, last = reply["error"].strip().splitlines()
+            log.error("the process for runs could not import what they need:\n%s", reply["error"])
+            raise CannotStart(f"the process for runs could not import what they need: {last}")
         self._ready = True
         if reply["unsafe"] and self.shared:
             self._give_up_sharing(reply["unsafe"])
@@ -245,7 +261,7 @@ class Isolation:
 
     def _give_up_sharing(self, reason: str) -> None:
         if not self.shared:
-            raise RuntimeError(f"a fresh interpreter cannot fork: {reason}")
+            raise CannotStart(f"runs cannot be started here: {reason}")
         self.shared = False
         self.note = f"every run starts a new interpreter: {reason}"
         self.close()
@@ -379,8 +395,14 @@ class _Watch:
                 self._result = event
 
     def _outcome(self, seconds: float) -> Outcome:
+        value = self._result.get("result")
+        told = value.get("status") if isinstance(value, dict) else None
+        if "interrupted" in (told, self._result.get("failure")):
+            # A terminal's Ctrl-C does not reach it, and where its owner stops it, nobody asks what came of it.
+            reason = "ended by SIGTERM or SIGINT: of what watches over memory, or of somebody"
+            return Outcome("failed", reason, None, "", seconds, killed=True)
         if "result" in self._result:
-            return Outcome("ok", "", self._result["result"], "", seconds, waited=self._result["waited"])
+            return Outcome("ok", "", value, "", seconds, waited=self._result["waited"])
         if "failure" in self._result:
             return Outcome(self._result["failure"], self._result["reason"], None, "", seconds)
         code = self._code or 0

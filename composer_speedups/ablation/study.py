@@ -419,8 +419,6 @@ class _Work:
         display.finished(run, status, reason, outcome)
         if status == "skipped":  # what this machine lacks, it lacks for every seed
             self.store.skip(run.recipe, reason)
-        if status == "interrupted":
-            raise KeyboardInterrupt
 
 
 def _check_ranks(ranks: int, facts: Mapping[str, Any]) -> None:

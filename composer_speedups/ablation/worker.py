@@ -277,8 +277,6 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
-    except PermissionError:  # macOS says so of a group that consists of a zombie
-        return
 
 
 def _die_with(parent: int) -> None:

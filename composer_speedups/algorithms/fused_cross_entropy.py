@@ -17,9 +17,11 @@ fuses the stock loss itself, which is then used.
 **Needs.** A CUDA device and Triton; a Hugging Face `...ForMaskedLM`, or a `...ForCausalLM` or `...LMHeadModel` that
 shifts its labels by transformers' `loss_function` (BART and XLNet do not, nor Mamba in transformers 4), with the
 stock `forward`, a loss of one part (mixtures of experts add their router's, LUKE that of entities: they are left
-alone) and labels given by name. `reuse_logits=True` writes the gradient over the logits, which saves the
-last large tensor, too: after backward `logits` are none, so a model with train metrics is refused then. In a function
-of your own, apply it before `apply_masked_token_head`.
+alone) and labels given by name. To models whose `forward` takes any argument (ModernBERT; with transformers 5 most) the
+Hugging Face Trainer passes `num_items_in_batch`, which makes the loss another one: it stays stock then, and a warning
+says so; set `model.accepts_loss_kwargs = False` before that Trainer is made. `reuse_logits=True` writes the gradient
+over the logits, which saves the last large tensor, too: after backward `logits` are none, so a model with train metrics
+is refused then. In a function of your own, apply it before `apply_masked_token_head`.
 
 Source: the idea of Liger-Kernel's cross entropy, https://arxiv.org/abs/2410.10989, which writes the gradient in
 forward; online softmax, https://arxiv.org/abs/1805.02867.
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -47,7 +50,11 @@ from composer_speedups.surgery import having, override_methods, overrides, stock
 
 __all__ = ["FusedCrossEntropy", "apply_fused_cross_entropy"]
 
+log = logging.getLogger("composer_speedups")
+
 _OWN_LOSS = {"num_items_in_batch", "ignore_index"}  # arguments that change what the stock loss is
+_OF_TRAINER = " Set model.accepts_loss_kwargs = False before the Hugging Face Trainer is made"
+_told: set[type] = set()  # classes of models whose stock loss was warned of
 
 
 def apply_fused_cross_entropy(model: torch.nn.Module, reuse_logits: bool = False) -> int:
@@ -147,7 +154,16 @@ class _FusedLoss:
         def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             labels = kwargs.get("labels")
             others = [name for name in kwargs if name in _OWN_LOSS or (name.endswith("labels") and name != "labels")]
-            if labels is None or any(kwargs[name] is not None for name in others):
+            asked = [name for name in others if kwargs[name] is not None]
+            if labels is None or asked:
+                if labels is not None and type(model) not in _told:
+                    _told.add(type(model))
+                    log.warning(
+                        "fused_cross_entropy leaves the loss of %s to its own code, as the caller passes %s.%s",
+                        type(model).__name__,
+                        ", ".join(asked),
+                        _OF_TRAINER if "num_items_in_batch" in asked else "",
+                    )
                 return stock(model, *args, **kwargs)
             kwargs["labels"] = None
             out = stock(model, *args, **kwargs)

@@ -88,7 +88,7 @@ class _LowPrecisionLayerNorm(torch.nn.LayerNorm):
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             x = input.to(dtype)
-            if device == "cpu" and self.bias is not None and plain(x) and not torch.compiler.is_compiling():
+            if device == "cpu" and self.weight is not None and plain(x) and not torch.compiler.is_compiling():
                 return _Float32Sums.apply(x, self.weight, self.bias, self.eps)
             weight, bias = (None if p is None else p.to(dtype) for p in (self.weight, self.bias))
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
@@ -104,12 +104,12 @@ class _Float32Sums(torch.autograd.Function):
     _ROWS = 512
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
         # Weights in float32: mean and deviation are kept in float32 then.
-        wide = weight.float(), bias.float()
+        wide = weight.float(), None if bias is None else bias.float()
         y, mean, rstd = torch.native_layer_norm(x, weight.shape, *wide, eps)
         ctx.save_for_backward(x, *wide, mean, rstd)
-        ctx.dtypes = weight.dtype, bias.dtype
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
@@ -121,15 +121,16 @@ class _Float32Sums(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = backward(gradient, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
         if any(ctx.needs_input_grad[1:3]):
-            dw, db = torch.zeros_like(weight), torch.zeros_like(bias)
+            dw, db = torch.zeros_like(weight), torch.zeros_like(weight)
             rows = [t.reshape(-1, *shape).split(_Float32Sums._ROWS) for t in (gradient, x)]
             statistics = [t.reshape(-1, *[1] * len(shape)).split(_Float32Sums._ROWS) for t in (mean, rstd)]
             chunks = zip(*rows, *statistics, strict=True)
             # Without numbers, as when memory is foretold, one chunk tells as much as a thousand.
             for g, some, *of in islice(chunks, 1) if shape_only(x) else chunks:
-                _, *sums = backward(g.float(), some.float(), shape, *of, weight, bias, [False, True, True])
+                _, *sums = backward(g.float(), some.float(), shape, *of, weight, bias, [False, True, bias is not None])
                 dw += sums[0]
-                db += sums[1]
+                if bias is not None:
+                    db += sums[1]
             dw, db = (s.to(dtype) if need else None for s, dtype, need in zip(
                 (dw, db), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True
             ))  # fmt: skip

@@ -156,6 +156,7 @@ class Unpadding(SpeedUp):
         self._told, self._trials = False, None  # of labels at padding; the trials of attention
 
     def install(self, state: State, logger: Logger) -> None:
+        self._told = False
         owners = _owners(state.model)
         nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m, owners.get(id(m))))})
         count = apply_unpadding(state.model, self.multiple_of, self.timed_attention)

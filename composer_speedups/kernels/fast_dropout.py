@@ -125,7 +125,7 @@ def fast_dropout_mask(
     if (size := math.prod(shape)) > _MOST:
         raise ValueError(f"a mask of {tuple(shape)} has {size} elements, at most {_MOST} are possible: make several")
     if p in (0, 1):
-        return torch.full(tuple(shape), 1 - int(p), dtype=dtype)
+        return torch.full(tuple(shape), 1 - int(p), dtype=dtype, device="cpu")
     keys = draw_keys() if keys is None else keys
     if dtype == torch.bool or dtype not in _KERNELS or native() is None:
         keep = _keep(size, keys, dropped_of(p)).view(tuple(shape))

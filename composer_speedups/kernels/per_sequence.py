@@ -103,7 +103,7 @@ class _PerSequence(torch.autograd.Function):
         if ctx.whole:
             out, saved = fused.forward(q, k, v, queries, keys, seeds, dropout_p, scale, differentiable, window=window)
         else:
-            out, blocks = _forward(q, k, v, queries, keys, seeds, dropout_p, scale, window)
+            out, blocks = _forward(q, k, v, queries, keys, seeds, dropout_p, scale, window, keep=differentiable)
             saved = [x for block in blocks for x in block]
         ctx.save_for_backward(*saved)
         return out
@@ -273,10 +273,11 @@ def _share(work: Callable[[int, _Span, _Buffer], None], spans: list[_Span], like
     if sum(span.scores for span in spans) < _WORTHWHILE:
         threads = 1
     todo = deque(sorted(enumerate(spans), key=lambda item: -item[1].scores))  # longest first, taken when idle
+    inference = torch.is_inference_mode_enabled()  # another thread's own: it may not write this one's tensors without
 
     def some() -> None:
         buffer = _Buffer(like)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.inference_mode(inference), torch.no_grad(), torch.autocast("cpu", enabled=False):
             while todo:
                 try:
                     task = todo.popleft()

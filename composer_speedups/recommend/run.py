@@ -175,8 +175,6 @@ class _Work:
         outcome = self.isolation.run(payload, timeout=limit)
         value = outcome.value if isinstance(outcome.value, dict) else {}
         status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
-        if status == "interrupted":
-            raise KeyboardInterrupt
         if status == "timeout":
             raise UserError(
                 f"{_CALIBRATION} steps of batch {size} take longer than the whole time. Give more --minutes"

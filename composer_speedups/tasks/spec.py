@@ -29,7 +29,7 @@ _ONLY_FOR = {
 
 class _Spec(BaseModel):
     # Strict: `epochs: "2"` in YAML is a mistake to be told about, not one to be guessed at.
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class TaskSpec(_Spec):

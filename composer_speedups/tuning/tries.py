@@ -126,10 +126,9 @@ class Tries:
         )
         value = outcome.value if isinstance(outcome.value, dict) else {}
         status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
-        if status == "interrupted":
-            raise KeyboardInterrupt
         if outcome.killed and not self.cuda:
-            # The kernel counts the processes that it kills, and `isolate` looks there; earlyoom and its like do not.
+            # The kernel counts the processes that it kills, and `isolate` looks there; earlyoom and its like do not,
+            # and send SIGTERM first.
             status = "out_of_memory"
         peak = value.get("peak_memory_bytes")
         if status == "ok" and self.limit and peak and peak > self.limit:

@@ -27,6 +27,10 @@ def train(payload: dict[str, Any], report: Any) -> dict[str, Any]:
         return {"sum": mine.item(), "world": os.environ[WORLD]}
     if what == "alone":
         return {"world": os.environ.get(WORLD)}
+    if what == "stop in good order":
+        return {"status": "interrupted", "reason": "stopped by Ctrl-C or SIGTERM"}
+    if what == "end as Ctrl-C ends":
+        raise KeyboardInterrupt
     if what == "ask wrongly":
         raise UserError(f"no such thing as {payload['thing']}: choose another")
     if what == "wait for good" or rank != payload["where"]:

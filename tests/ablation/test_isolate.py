@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import fakes
 import pytest
 
-from composer_speedups.ablation.isolate import Isolation, ServerEnded
+from composer_speedups.ablation.isolate import CannotStart, Isolation, ServerEnded
+from composer_speedups.ablation.presence import Presence
 
 WELL = {"recipe": fakes.Recipe("base").to_dict(), "seed": 17}
 
@@ -40,6 +43,31 @@ def test_killed_again_and_again_is_one_line(isolation, monkeypatch) -> None:
     monkeypatch.setattr(isolation, "start", and_kill)
     with pytest.raises(ServerEnded, match=r"^the process .* killed by SIGKILL, twice: .* memory\? .* here\.$"):
         isolation.run(WELL, timeout=60)
+
+
+def test_modules_that_cannot_be_imported_are_one_line(isolation) -> None:
+    isolation.close()
+    isolation.preload = ("no_such_module_anywhere",)
+    with pytest.raises(CannotStart, match=r"could not import what they need: ModuleNotFoundError: .*anywhere'$"):
+        isolation.run(WELL, timeout=60)
+
+
+def test_elsewhere_than_on_linux_it_says_so(monkeypatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(CannotStart, match=r"need Linux, and this is darwin: use a container"):
+        Isolation(fakes.ENTRIES.train, fakes.ENTRIES.preload).start()
+
+
+def test_a_run_that_cannot_begin_leaves_no_descriptor(isolation, monkeypatch) -> None:
+    def fails(*_) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Presence, "__enter__", fails)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError, match="no space left"):
+            isolation.run(WELL, timeout=60)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_its_last_words_are_told(isolation) -> None:

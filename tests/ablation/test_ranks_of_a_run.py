@@ -77,6 +77,14 @@ def test_one_that_is_killed_or_crashes_takes_the_run_with_it(isolation) -> None:
     assert (ended.status, ended.reason) == ("failed", "a rank ended with exit code 7")
 
 
+@pytest.mark.parametrize("how", ["stop in good order", "end as Ctrl-C ends"])
+def test_a_signal_that_the_owner_did_not_send_is_no_ctrl_c(isolation, how) -> None:
+    """earlyoom sends SIGTERM first: whoever takes that for the user's wish ends the whole study, each time anew."""
+    outcome = isolation.run({"do": how}, timeout=60)
+    assert outcome.status == "failed" and outcome.killed and outcome.value is None
+    assert outcome.reason.startswith("ended by SIGTERM or SIGINT: of what watches over memory")
+
+
 def test_a_time_limit_ends_all(isolation) -> None:
     told: list[dict[str, int]] = []
     outcome = isolation.run({"do": "wait for good"}, ranks=2, timeout=1.0, report=told.append)

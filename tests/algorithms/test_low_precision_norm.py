@@ -10,19 +10,19 @@ from composer_speedups import LowPrecisionNorm, MixedPrecision, apply_low_precis
 WIDTHS = [64, 768, 769]  # power of two, BERT-base, ragged tail
 
 
-def check(make, width: int, dtype: torch.dtype, device: str = "cpu", rows: int = 2000) -> None:
+def check(make, width: int, dtype: torch.dtype, device: str = "cpu", rows: int = 2000, bias: bool = True) -> None:
     """What `make(layer)` computes of a LayerNorm, and all its gradients, against float64."""
-    layer = torch.nn.LayerNorm(width, eps=0.1).to(device)  # an eps that is seen if it is another
+    layer = torch.nn.LayerNorm(width, eps=0.1, bias=bias).to(device)  # an eps that is seen if it is another
     for p in layer.parameters():
         torch.nn.init.normal_(p)  # the default bias is 0: it would hide a dropped bias
     # Far from 0, so that a mean in low precision is off by much more than a rounding of the result.
     x = (torch.randn(rows, width, device=device) + 8).to(dtype).requires_grad_()
     x64 = x.detach().double().requires_grad_()
     # On CUDA the weights are rounded, so the reference's are: the test judges the arithmetic, not the cast asked for.
-    w64, b64 = (
+    wide = tuple(
         (p.detach().to(dtype) if device == "cuda" else p.detach()).double().requires_grad_() for p in layer.parameters()
     )
-    reference = F.layer_norm(x64, (width,), w64, b64, layer.eps)
+    reference = F.layer_norm(x64, (width,), *wide, eps=layer.eps)
     changed = make(layer)
     with torch.autocast(device, dtype=dtype):
         out = changed(x)
@@ -36,7 +36,7 @@ def check(make, width: int, dtype: torch.dtype, device: str = "cpu", rows: int =
     torch.testing.assert_close(x.grad.double(), x64.grad, rtol=ulp, atol=ulp / 4)
     # Sums of `rows` products in float32: random roundings grow with the root of their number. On CUDA the result
     # goes through the low precision once.
-    for p, p64 in zip(layer.parameters(), (w64, b64), strict=True):
+    for p, p64 in zip(layer.parameters(), wide, strict=True):
         tolerance = 4 * rows**0.5 * torch.finfo(torch.float32).eps + (ulp if device == "cuda" else 0)
         assert p.grad.dtype == torch.float32
         assert float((p.grad.double() - p64.grad).norm() / p64.grad.norm()) < tolerance
@@ -50,8 +50,9 @@ def low_precision(layer: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_matches_float64(width: int, dtype: torch.dtype, device: str) -> None:
-    check(low_precision, width, dtype, device)
+@pytest.mark.parametrize("bias", [True, False], ids=["with bias", "without"])  # ModernBERT's norms have none
+def test_matches_float64(bias: bool, width: int, dtype: torch.dtype, device: str) -> None:
+    check(low_precision, width, dtype, device, bias=bias)
 
 
 class Faulty(torch.nn.Module):

@@ -281,6 +281,18 @@ def test_no_decay_on_bias_and_norm(cls, make_trainer, tiny_bert) -> None:
     assert algorithm.evidence["moved_to_no_decay"] == len(spared["params"]) > 0
 
 
+@pytest.mark.parametrize("cls", [BnbAdamW, AdamW8bit])
+def test_what_is_refused_leaves_the_groups_as_they_were(cls, make_trainer, tiny_bert) -> None:
+    optimizer = torch.optim.AdamW(tiny_bert.parameters(), lr=1e-3, weight_decay=0.2, amsgrad=True)
+    [group] = optimizer.param_groups
+    before = dict(group)
+    with pytest.raises(SpeedUpUnavailable, match="amsgrad"):
+        make_trainer([cls(no_decay_on_bias_and_norm=True)], optimizer=optimizer)
+    assert type(optimizer) is torch.optim.AdamW
+    assert len(optimizer.param_groups) == 1 and optimizer.param_groups[0] is group
+    assert group == before and group["params"] is before["params"]
+
+
 def test_no_decay_with_a_pytorch_scheduler_is_refused(make_trainer, tiny_bert) -> None:
     optimizer = torch.optim.AdamW(tiny_bert.parameters(), lr=1e-3, weight_decay=0.2)
     scheduler = LambdaLR(optimizer, lambda n: 1.0)

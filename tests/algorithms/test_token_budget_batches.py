@@ -35,6 +35,15 @@ def test_equal_tokens_every_sample_once_and_no_warning(make_trainer) -> None:
     assert len({len(batch) for batch in batches}) > 1
 
 
+def test_asking_for_another_epochs_samples_changes_nothing() -> None:
+    lengths = sample_lengths(Indexed())
+    sampler = TokenBudgetSampler(Indexed(), lengths, tokens=300, seed=3, num_replicas=1, rank=0)
+    sampler.set_epoch(1)
+    before, held = list(sampler), [sampler.samples_before(epoch, 3) for epoch in (0, 1, 5)]
+    assert list(sampler) == before and sampler.epoch == 1
+    assert held[1] == sum(map(len, before[:3])) and len(set(held)) > 1
+
+
 def test_default_budget_keeps_the_number_of_steps(make_trainer) -> None:
     algorithm = TokenBudgetBatches()
     batches, _ = train(make_trainer, [algorithm], "1ep")

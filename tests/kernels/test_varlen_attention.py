@@ -98,6 +98,34 @@ def test_matches_float64(dtype: torch.dtype, p: float, threads: int, passes: str
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_evaluation_keeps_no_probabilities_in_either_mode(threads: int, passes: str, monkeypatch) -> None:
+    """Inference mode belongs to a thread: others may write its tensors only if they are in it, too."""
+    monkeypatch.setattr(on_cpu, "_WORTHWHILE", 0)
+    kept, right = [], on_cpu._forward
+
+    def watched(*arguments, **keywords):
+        out, blocks = right(*arguments, **keywords)
+        kept.extend(block for block in blocks if block)
+        return out, blocks
+
+    monkeypatch.setattr(on_cpu, "_forward", watched)
+    q, k, v, _ = inputs(torch.float32)
+    lengths, before = Lengths.of(LENGTHS), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            expected = varlen_attention(q, k, v, lengths, lengths, P)
+        with torch.inference_mode():
+            found = varlen_attention(q, k, v, lengths, lengths, P)
+        assert not kept
+        assert torch.equal(found, expected)
+        varlen_attention(q, k, v, lengths, lengths, P)
+        assert len(kept) == sum(n > 0 for n in LENGTHS), "for a backward pass they are needed"
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_other_queries_than_keys_and_own_scale(dtype: torch.dtype, passes: str) -> None:
     check(dtype, queries=[1, 1, 0, 1, 1], scale=0.2)

@@ -24,6 +24,7 @@ from composer_speedups.tasks import ModelSpec, TaskSpec
         ({"mean_length": 40.0}, "belongs to task dummy"),
         ({"name": "dummy", "mean_length": 300.0}, "exceeds max_length 256"),
         ({"name": "dummy", "length_std": 3.0}, "needs mean_length"),
+        ({"name": "dummy", "mean_length": 40.0, "length_std": float("inf")}, "finite number"),
         ({"pad_to_multiple_of": 100}, "no multiple"),
         ({"name": "text", "path": "a", "eval_path": "b", "split_column": "c"}, "keep one"),
         ({"name": "text", "path": "a", "text_column": "label"}, "both 'label': one column cannot be both"),
