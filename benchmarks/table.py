@@ -1,6 +1,6 @@
 """The table of a benchmark, made from the raw rows in its folder.
 
-    python -m benchmarks.table benchmarks/results/2026-11-23_cpu_peers
+    python -m benchmarks.table benchmarks/results/2026-11-23_cpu_peers_5
 
 Where the measurement was cut off (a lent machine's time was over), this also writes `table.md` and `plot.png` there;
 those that are there stay as they are. Folders of studies hold `runs.sqlite`: `composer-speedups report FOLDER`.

@@ -7,11 +7,11 @@
 On CUDA bitsandbytes decays a weight after its update, torch before: an update is off by learning rate times weight
 decay of itself, about a millionth with the recipes' values (by the kernel's code, not yet measured).
 
-**When it pays.** On an H200 not even against the for-loop: 9.4 ms for BERT-base's weights against 6.2, and 0.8 of
-`FusedAdamW` (`benchmarks/results/2026-11-27_h200_limits`). It launches once per parameter, where `FusedAdamW` launches
-once for hundreds, and its step waits for the GPU after each parameter (`sync_gpu`, bitsandbytes 0.50), which also
-undoes what `SyncFreeLoop` saves. It is here because it can be measured against the others and because its state is what
-`AdamW8bit` falls back to.
+**When it pays.** On an H200 not beside `FusedAdamW`: 9.4 ms for BERT-base's weights against 0.8
+(`benchmarks/results/2026-11-27_h200_limits`). It launches once per parameter, where `FusedAdamW` launches once for
+hundreds, and its step waits for the GPU after each parameter (`sync_gpu`, bitsandbytes 0.50), which also undoes what
+`SyncFreeLoop` saves. The for-loop's 6.2 ms there are the GPU's alone, so that the two are not compared. It is here
+because it can be measured against the others and because its state is what `AdamW8bit` falls back to.
 
 **Needs.** bitsandbytes (installed with this package); a CPU or CUDA device; no AMSGrad; not under FSDP.
 
