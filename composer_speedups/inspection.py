@@ -16,8 +16,8 @@ from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.torch_compile import compile_statistics
 from composer_speedups.algorithms.unpadding import Unpadding
+from composer_speedups.compilation import compile_statistics
 from composer_speedups.gradient_buckets import gradients_at_most
 from composer_speedups.graphs import kernel_by_kernel
 from composer_speedups.kernels.attention_kernels import AttentionWatch

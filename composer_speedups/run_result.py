@@ -8,7 +8,7 @@ import numpy as np
 from composer import Trainer
 from composer.utils import dist
 
-from composer_speedups.algorithms.torch_compile import compile_statistics
+from composer_speedups.compilation import compile_statistics
 from composer_speedups.flops import model_flops
 from composer_speedups.measure import Measurement
 from composer_speedups.recipes import Recipe

@@ -13,7 +13,6 @@ from composer import Trainer
 from composer.models import HuggingFaceModel
 from composer.utils import dist, reproducibility
 
-from composer_speedups.algorithms.torch_compile import compile_statistics
 from composer_speedups.around_training import (
     collected_warnings,
     explained_out_of_memory,
@@ -21,6 +20,7 @@ from composer_speedups.around_training import (
     without_what_is_normal,
 )
 from composer_speedups.checkpoints import Checkpoints, all_finite, exclusive
+from composer_speedups.compilation import compile_statistics
 from composer_speedups.flops import local_attention
 from composer_speedups.loggers import built_loggers
 from composer_speedups.measure import Measurement

@@ -17,6 +17,7 @@ from composer_speedups.recipe_yaml import show
 __all__ = ["TUNE_EXAMPLE", "memory_bytes", "tune"]
 
 TUNE_EXAMPLE = "Example: composer-speedups tune cpu/fastest --samples 4000 --memory-limit 8GB --out mine.yaml"
+_TIMEOUT = 30.0  # minutes
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(B|[KMGT]i?B)", re.ASCII | re.IGNORECASE)
 
 
@@ -43,7 +44,7 @@ def tune(
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Such as 8GB [default: most of what there is].")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Minutes that one try may take.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Minutes that one try may take.")] = _TIMEOUT,
     out: Annotated[Path | None, typer.Option(help="The new recipe [default: NAME_tuned.yaml, here].")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the new recipe if it is there.")] = False,
 ) -> None:
@@ -73,6 +74,8 @@ def tune(
     words += ["--samples", samples] if samples is not None else []
     words += ["--trials", trials]
     words += ["--memory-limit", memory_limit] if memory_limit else []
+    words += ["--timeout", f"{timeout:g}"] if timeout != _TIMEOUT else []
+    words += ["--out", out] if out is not None else []
     stop_on_termination()
     console = make_console()
     tuned = run(

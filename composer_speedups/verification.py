@@ -35,11 +35,12 @@ from composer_speedups.true_gradients import Errors, Gradients, errors, gradient
 from composer_speedups.true_updates import Updates, another_optimizer, compare_updates
 from composer_speedups.weighting import of_tokens
 
-__all__ = ["ROOM", "Comparison", "Verification", "verify"]
+__all__ = ["ROOM", "SAMPLES", "Comparison", "Verification", "verify"]
 
 # Times the plain model's error. Independent roundings add up by their squares, so this is sixteen times as many.
 # LowPrecisionNorm and the fused norms, which keep the residual stream in 16 bits, take 1.2 to 1.7 times the error.
 ROOM = 4.0
+SAMPLES = 8  # of the batch, where nobody says otherwise
 # Times that, of a parameter whose true gradient is nothing beside the plain model's error, as keys' biases': there one
 # kernel's rounding is compared with another's, which were up to 13 times as large.
 _NOTHING = 8.0
@@ -116,7 +117,7 @@ def verify(
     algorithms: Sequence[Algorithm],
     optimizer: Callable[[torch.nn.Module], Optimizer] | None = None,
     *,
-    samples: int = 8,
+    samples: int = SAMPLES,
     microbatch_size: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Verification:

@@ -11,11 +11,9 @@ from composer_speedups.errors import OutOfMemory, is_out_of_memory
 from composer_speedups.recipes import Recipe
 from composer_speedups.tasks import build_task
 from composer_speedups.training_parts import available_algorithms, build_composer_model, build_optimizer
-from composer_speedups.verification import Verification, verify
+from composer_speedups.verification import SAMPLES, Verification, verify
 
-__all__ = ["SAMPLES", "verify_recipe"]
-
-SAMPLES = 8
+__all__ = ["verify_recipe"]
 
 
 def verify_recipe(

@@ -17,6 +17,7 @@ os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 import pytest
 import torch
+from packaging.version import Version
 from small import BatchDataset, bert_config
 
 from composer_speedups.compat import set_float32_precision
@@ -25,6 +26,7 @@ from composer_speedups.compilation import settle_compile_workers
 gc.disable()  # until the tests are collected: they and what they import are a million objects, none of them garbage
 
 HAS_CUDA = torch.cuda.is_available()
+NEWER = Version(torch.__version__) >= Version("2.11")  # the modern stack, and the newest
 _MINUTES = ("test_interpreted.py", "test_null_gpu.py")
 
 
@@ -34,6 +36,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Tests of minutes come first: begun last, one worker would still be at them when the others have nothing left.
     """
     items.sort(key=lambda item: item.path.name not in _MINUTES)
+    if not NEWER and config.option.markexpr == "not slow":
+        skip = pytest.mark.skip(reason="takes long: with the modern and the newest stack, or in make test-all")
+        for item in items:
+            if "elsewhere" in item.keywords:
+                item.add_marker(skip)
     reason = "needs a CUDA device, this machine has none"
     if HAS_CUDA and config.option.markexpr != "gpu":
         reason = "on a GPU, in a process of its own: pytest -m gpu"

@@ -123,6 +123,7 @@ def test_a_microbatch_of_the_users_own_is_no_error(tmp_path: Path):
     assert found.recipe.microbatch_size == 16 and found.recipe.batch_size in (16, 32)
 
 
+@pytest.mark.elsewhere
 def test_a_busy_machine_is_told_and_the_same_command_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RECOMMEND_SLOW", "60")
     with pytest.raises(UserError, match=r"over the time limit .*is something else using this machine"):

@@ -108,7 +108,8 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
 
 def _verify(recipe: Recipe, result: RunResult, say: Callable[[str], None]) -> None:
     """Put into `result` what `verify` finds. The run itself is done and well, whatever happens here."""
-    from composer_speedups.verified_recipe import SAMPLES, verify_recipe
+    from composer_speedups.verification import SAMPLES
+    from composer_speedups.verified_recipe import verify_recipe
 
     try:
         found = verify_recipe(recipe, samples=min(SAMPLES, result.train_samples or SAMPLES), seed=result.seed, say=say)

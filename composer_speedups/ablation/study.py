@@ -17,6 +17,7 @@ from composer_speedups.ablation.aside import STORE, copied_aside
 from composer_speedups.ablation.estimate import duration, expected_seconds, remaining_seconds
 from composer_speedups.ablation.isolate import Isolation, Outcome
 from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.ablation.look import look
 from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.output import Findings, findings, write_all
 from composer_speedups.ablation.plan import interleave
@@ -266,12 +267,7 @@ class _Work:
             "planned": self.study.planned,
             "ranks": ranks,
         }
-        outcome = self.isolation.run(payload, timeout=600, entry=self.settings.entries.survey)
-        if outcome.value is None:
-            raise UserError(f"cannot look at this machine: {outcome.reason}\n{outcome.log}".strip())
-        answer = outcome.value
-        if answer["error"]:
-            raise UserError(answer["error"])
+        answer = look(self.isolation, payload, self.settings.entries.survey, 600)
         self.facts = answer["environment"]
         _check_ranks(ranks, self.facts)
         for before in self.store.environments().values():

@@ -73,7 +73,7 @@ def apply_fused_cross_entropy(model: torch.nn.Module, reuse_logits: bool = False
         raise SpeedUpUnavailable(f"apply_fused_cross_entropy cannot be used here: {reason}")
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _has_known_loss(m)]
     for owner in models:
-        if any(type(wrap).__name__ == "_PredictedOnly" for wrap in overrides(owner)):
+        if any(getattr(wrap, "predicted_only", False) for wrap in overrides(owner)):
             raise SpeedUpUnavailable("apply_fused_cross_entropy must come before apply_masked_token_head: swap the two")
     new = [m for m in models if not any(isinstance(wrap, _FusedLoss) for wrap in overrides(m))]
     return sum(override_methods(owner, ("forward",), _FusedLoss(reuse_logits)) for owner in new)

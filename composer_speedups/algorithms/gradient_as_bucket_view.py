@@ -57,7 +57,6 @@ class GradientAsBucketView(SpeedUp):
     """
 
     stage = Stage.LOOP
-    for_memory = True
     events = frozenset({Event.FIT_START})
 
     def __init__(self) -> None:

@@ -121,6 +121,8 @@ def _why_not(model: PreTrainedModel) -> str | None:
 class _PredictedOnly:
     """Around the model's `forward`: chooses the tokens, and shows the stock code a batch of just these."""
 
+    predicted_only = True  # by which `fused_cross_entropy` knows it, which must come before
+
     def __init__(self, capacity: float | None) -> None:
         self.capacity = capacity
 

@@ -156,7 +156,8 @@ def backward(
     if shape_only(q):
         return gradients
     if gradient.shape != q.shape or gradient.dtype != q.dtype:
-        raise ValueError(f"the gradient is {tuple(gradient.shape)} in {gradient.dtype}, and must be as q")
+        found, wanted = ((tuple(x.shape), x.dtype) for x in (gradient, q))
+        raise ValueError(f"the gradient is {found[0]} in {found[1]}, and must be as q: {wanted[0]} in {wanted[1]}")
     gradient = _place(call, "gradient", "g", gradient)
     call.probabilities, call.inverse = probabilities.data_ptr(), inverse.data_ptr()
     for name, x in zip(("dq", "dk", "dv"), gradients[:3], strict=True):
@@ -221,7 +222,9 @@ def _place(call: _Call, name: str, short: str, x: torch.Tensor) -> torch.Tensor:
 
 def _run(function, call: _Call) -> None:
     if function(ctypes.byref(call)):
-        raise MemoryError("no memory for the attention of the longest sequence")
+        lengths = ctypes.cast(call.keys, ctypes.POINTER(ctypes.c_int32))
+        longest = max(lengths[i] for i in range(call.sequences))
+        raise MemoryError(f"no memory for attention: the longest sequence has {longest} tokens; cut texts shorter")
 
 
 @cache

@@ -9,9 +9,10 @@ from composer_speedups import registry
 from composer_speedups.ablation.estimate import seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.ablation.look import look
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.study import Entries
-from composer_speedups.errors import SpeedUpUnavailable, UserError
+from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.hardware import hardware
 from composer_speedups.recipe_schema import in_samples
 from composer_speedups.tasks.inputs import Mark
@@ -60,12 +61,7 @@ class Tries:
         kind = hardware()
         wanted = precision(recipe.to_dict(), kind)
         payload = {"recipe": recipe, "peaks": {recipe.name: wanted}}
-        outcome = isolation.run(payload, timeout=1200, entry=entries.survey)
-        if outcome.value is None:
-            raise UserError(f"cannot look at this machine: {outcome.reason}\n{outcome.log}".strip())
-        answer = outcome.value
-        if answer["error"]:
-            raise UserError(answer["error"])
+        answer = look(isolation, payload, entries.survey, 1200)
         if answer["skip"]:
             raise SpeedUpUnavailable(f"{recipe.name} cannot run here: {next(iter(answer['skip'].values()))}")
         self.facts: dict[str, Any] = answer["environment"]

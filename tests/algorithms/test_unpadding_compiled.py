@@ -34,11 +34,13 @@ def test_a_compiled_model_sees_the_dropouts_flag(subset: bool) -> None:
     torch._dynamo.reset()
 
 
-# Blocks have no part of the head: one of each family does.
+# Blocks have no part of the head: one of each family does. Whole models take ten seconds and more each.
 BLOCKS = [(family, head, "block") for family, head in dict(KINDS).items()]
+EVERYWHERE = (("Bert", "ForSequenceClassification"), ("ModernBert", "ForMaskedLM"))
+WHOLE = [pytest.param(*kind, "model", marks=[] if kind in EVERYWHERE else pytest.mark.elsewhere) for kind in KINDS]
 
 
-@pytest.mark.parametrize(("family", "head", "scope"), [(*kind, "model") for kind in KINDS] + BLOCKS)
+@pytest.mark.parametrize(("family", "head", "scope"), WHOLE + BLOCKS)
 def test_compiled(family: str, head: str, scope: str) -> None:
     stock = make(family, head)
     fast = copy.deepcopy(stock)

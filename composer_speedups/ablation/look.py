@@ -1,0 +1,25 @@
+"""The question that a fresh process answers before anything is measured: what machine, what data, what can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.errors import UserError
+
+__all__ = ["look"]
+
+
+def look(isolation: Isolation, payload: dict[str, Any], entry: str, timeout: float) -> dict[str, Any]:
+    """What `entry` answers to `payload`: a dict with, among others, `error`.
+
+    Raises:
+        UserError: the answer's `error`, or that there was no answer, with what the process said.
+    """
+    outcome = isolation.run(payload, timeout=timeout, entry=entry)
+    if outcome.value is None:
+        said = f"\n{outcome.log.strip()}" if outcome.log.strip() else ""
+        raise UserError(f"cannot look at this machine: {outcome.reason}. `composer-speedups doctor` tells more{said}")
+    if outcome.value["error"]:
+        raise UserError(outcome.value["error"])
+    return outcome.value
