@@ -170,7 +170,8 @@ def memory_need(
 def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None, length: int | None) -> Recipe:
     """The recipe as asked for; without one, a plain classifier."""
     from composer_speedups.recipes import Recipe, load_recipe
-    from composer_speedups.tasks.models import known, positions
+    from composer_speedups.tasks.known_models import known
+    from composer_speedups.tasks.models import positions
 
     if recipe is not None:
         changes = [f"model.name={json.dumps(model)}"] if model is not None else []
@@ -341,7 +342,8 @@ def _flash(gpus: list[Any]) -> Finding:
 def _config(model: str) -> Any:
     from transformers import AutoConfig
 
-    from composer_speedups.tasks.models import known, load_config, resolve
+    from composer_speedups.tasks.known_models import known
+    from composer_speedups.tasks.models import load_config, resolve
     from composer_speedups.tasks.spec import ModelSpec
 
     # The sizes of well-known models are known here: no need to ask the hub, and no word about missing weights.

@@ -10,7 +10,7 @@ from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import Run
 from composer_speedups.recipe_schema import in_samples
 from composer_speedups.tasks.files import about_rows
-from composer_speedups.tasks.models import described
+from composer_speedups.tasks.known_models import described
 
 __all__ = ["duration", "expected_seconds", "remaining_seconds", "seconds_per_sample"]
 
