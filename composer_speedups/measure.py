@@ -42,7 +42,7 @@ class Measurement(Callback):
         peak: of memory, since the fit began.
         losses: of each step, the mean over the ranks, as Composer has it.
         samples: of each step, of all ranks.
-        compiling: of each step, whether something was compiled in it.
+        compiling: of each step, whether something was compiled in it, on any rank.
         gave_up: whether it was ended as the loss stayed without a finite value.
         interrupted: whether it was ended as somebody asked for that.
         evaluating: whether an evaluation goes on.
@@ -148,10 +148,11 @@ class Measurement(Callback):
         # Of all ranks, which may have unequal numbers: Composer has summed them in its own account of time.
         self.samples.append(int(state.timestamp.sample) - int(state.previous_timestamp.sample))
         compiled = self._compile_seconds()
-        self.compiling.append(compiled > self._compiled)
-        self._compiled = compiled
         self._bad = 0 if math.isfinite(loss) else self._bad + 1
-        self.gave_up, self.interrupted = _on_any_rank([self._bad >= _NAN_PATIENCE, self._stop_requested()], state)
+        flags = [self._bad >= _NAN_PATIENCE, self._stop_requested(), compiled > self._compiled]
+        self.gave_up, self.interrupted, compiling = _on_any_rank(flags, state)
+        self.compiling.append(compiling)
+        self._compiled = compiled
         if self.gave_up or self.interrupted:
             state.stop_training()
             # Composer would evaluate before it ends: minutes for whoever wants it to stop, and nothing to learn of NaN.
@@ -179,15 +180,15 @@ class Measurement(Callback):
         self._read_lengths(len(self._lengths))
         return self._tokens
 
-    def padding_share(self) -> float | None:
-        """The share of all tokens of all batches that were padding."""
-        real = sum(tokens for tokens, *_ in self.tokens())
-        return 1 - real / self._padded_tokens if self._padded_tokens else None
+    @property
+    def padded_tokens(self) -> int:
+        """Of all batches, padding included."""
+        return self._padded_tokens
 
     # ---- helpers
 
     def _read_lengths(self, count: int) -> None:
-        """Of the first `count` that are kept: hundreds of steps old, they are read without waiting for the device."""
+        """Of the first `count` that are kept. The device is waited for, once in hundreds of steps."""
         if count:
             self._tokens += [tuple(sums) for sums in torch.stack(self._lengths[:count]).tolist()]
             del self._lengths[:count]

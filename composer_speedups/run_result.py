@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 from composer import Trainer
 from composer.utils import dist
 
@@ -37,7 +38,6 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
         peak_memory_bytes=measurement.peak.bytes(),
         finite=all(map(math.isfinite, losses)),
         steps=len(losses),
-        padding_share=measurement.padding_share(),
         losses=losses,
         step_seconds=seconds,
         evidence={a.key(): dict(a.evidence) for a in state.algorithms if hasattr(a, "evidence")},
@@ -50,7 +50,7 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
     if losses:
         result.final_loss = sum(losses[-(tail := max(1, len(losses) // 10)) :]) / tail
     result.kernels = sorted({str(e["kernel"]) for e in result.evidence.values() if e.get("kernel")})
-    world, samples = dist.get_world_size(), measurement.samples
+    samples = measurement.samples
     if any(count != recipe.batch_size for count in samples):
         result.step_samples = samples
     counted = [
@@ -60,13 +60,17 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
     spent = sum(seconds[i] for i in counted)
     if spent > 0:
         result.samples_per_second = sum(samples[i] for i in counted) / spent
-    if spent > 0 and tokens:
-        real = sum(tokens[i][0] for i in counted)
-        squares, local = (sum(tokens[i][part] for i in counted) for part in (1, 2))
-        predicted = real * recipe.task.mlm_probability if task.objective == "mlm" else 0.0
-        result.real_tokens_per_second = world * real / spent
-        flops = model_flops(trainer._original_model.model, real, squares, predicted, local)
-        result.model_flops_per_second = world * flops / spent
+    if tokens:
+        sums = [sum(tokens[i][part] for i in counted) for part in range(3)]
+        # Ranks have other texts, and with lengths grouped the first one the longer ones.
+        everywhere = _of_all_ranks([*sums, sum(real for real, *_ in tokens), measurement.padded_tokens], trainer)
+        real, squares, local, real_of_all, padded = everywhere
+        if spent > 0:
+            predicted = real * recipe.task.mlm_probability if task.objective == "mlm" else 0.0
+            result.real_tokens_per_second = real / spent
+            flops = model_flops(trainer._original_model.model, real, squares, predicted, local)
+            result.model_flops_per_second = flops / spent
+        result.padding_share = 1 - real_of_all / padded if padded else None
     for name, metric in (state.eval_metrics.get("eval") or {}).items():
         if not metric.update_called or measurement.gave_up or measurement.interrupted:  # of an earlier step, if any
             continue
@@ -78,3 +82,12 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
         elif "CrossEntropy" in name:
             result.eval_loss = value
     return result
+
+
+def _of_all_ranks(sums: list[float], trainer: Trainer) -> list[float]:
+    """Each of `sums` of this rank, summed over all."""
+    if dist.get_world_size() == 1:
+        return sums
+    together = torch.tensor(sums, dtype=torch.float64, device=trainer.state.device._device)
+    dist.all_reduce(together)
+    return together.tolist()

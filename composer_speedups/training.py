@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def run(
                 checkpoints,
                 checkpoint_interval,
             )
-        stack.callback(trainer.close)
+        stack.push(partial(_close, trainer))
         with explained_out_of_memory(recipe, measurement):
             nothing_left = _fit(trainer, recipe, resume)
         result = run_result(recipe, seed, trainer, measurement, task)
@@ -137,6 +138,14 @@ def run(
         if save is not None and good and dist.get_global_rank() == 0:
             save_model(model, task, Path(save))
     return result
+
+
+def _close(trainer: Trainer, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Composer's `close` waits for all ranks: one that failed would wait for those that wait for its gradients."""
+    if error is not None and dist.get_world_size() > 1:
+        trainer.engine.close()
+    else:
+        trainer.close()
 
 
 def _fit(trainer: Trainer, recipe: Recipe, resume: bool) -> bool:

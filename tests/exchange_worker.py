@@ -81,6 +81,45 @@ def in_buckets(**options: Any) -> dict[str, Any]:
     return found
 
 
+def in_buckets_from_then_on(**options: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of five passes, plain, and with views from the third on."""
+    from composer.utils import dist
+
+    rank, found = dist.get_global_rank(), ([], [])
+    for views, passes in enumerate(found):
+        model, rows = data_of(rank)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0004, **options)
+        for number in range(5):
+            if views and number == 2:
+                apply_gradient_as_bucket_view(ddp)
+            model.zero_grad()
+            loss_of(ddp, rank, rows).backward()
+            passes.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return found
+
+
+def of_its_own_ranks() -> tuple[float, float]:
+    """The gradient's norm of a DDP that is alone in its group, without and with compression."""
+    from composer.utils import dist
+
+    rank, norms = dist.get_global_rank(), []
+    groups = [torch.distributed.new_group([other]) for other in range(dist.get_world_size())]
+    for compressed in (False, True):
+        model, rows = data_of(rank)
+        ddp = DistributedDataParallel(model, process_group=groups[rank])
+        if compressed:
+            apply_gradient_compression(ddp)
+        loss_of(ddp, rank, rows).backward()
+        norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
+    return tuple(norms)
+
+
+def beside_a_built_in_one(apply: Any) -> None:
+    ddp = DistributedDataParallel(data_of(0)[0])
+    ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
+    apply(ddp)
+
+
 def trained(algorithms: list[Any], strategy: str = "ddp", **options: Any) -> dict[str, Any]:
     """Two fits of two steps in Composer's Trainer."""
     from composer import Callback, Trainer
@@ -162,6 +201,12 @@ TRIES: dict[str, Any] = {
     "views, fsdp2": lambda: trained([GradientAsBucketView()], "fsdp2"),
     "fsdp2": lambda: trained([GradientCompression()], "fsdp2"),
     "another hook": beside_another,
+    "views later": in_buckets_from_then_on,
+    "views later, static graph": lambda: in_buckets_from_then_on(static_graph=True),
+    "views later, unused looked for": lambda: in_buckets_from_then_on(find_unused_parameters=True),
+    "a group of its own": of_its_own_ranks,
+    "a built-in hook, compression": lambda: beside_a_built_in_one(apply_gradient_compression),
+    "a built-in hook, views": lambda: beside_a_built_in_one(apply_gradient_as_bucket_view),
 }
 
 

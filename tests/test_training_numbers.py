@@ -114,6 +114,7 @@ def test_tokens_and_flops_of_mlm_are_those_of_all_ranks(ranks: int, monkeypatch)
     def result(*args, make=training.run_result):
         with monkeypatch.context() as patch:
             patch.setattr(training.dist, "get_world_size", lambda: ranks)
+            patch.setattr(training.dist, "all_reduce", lambda sums: sums.mul_(ranks))
             return make(*args)
 
     monkeypatch.setattr(training, "run_result", result)

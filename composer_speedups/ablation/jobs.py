@@ -63,6 +63,9 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
             continue
         except UserError as error:
             return answer | {"error": str(error)}
+        if why := _not_shared(recipe, ranks):
+            answer["skip"][recipe.name] = why
+            continue
         reasons = {s.key(): why for s in speedups if (why := s.unavailable(device) or s.too_slow(device))}
         if reasons:
             # Inherited speed-ups stand first: the last one is the row's own, and its reason the telling one.
@@ -75,6 +78,15 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         except RuntimeError as error:  # no such matmul on this device, or no memory for it
             answer["unmeasured"][precision] = str(error).partition("\n")[0]
     return answer
+
+
+def _not_shared(recipe: Recipe, ranks: int) -> str:
+    """Why the ranks cannot have equal shares of its batches; empty if they can."""
+    sizes = {"batch_size": recipe.batch_size}
+    if recipe.evaluate and recipe.eval_batch_size:
+        sizes["eval_batch_size"] = recipe.eval_batch_size
+    wrong = [f"{key} {size}" for key, size in sizes.items() if size % ranks]
+    return f"{wrong[0]} cannot be shared by {ranks} ranks: choose a multiple of {ranks}" if wrong else ""
 
 
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:

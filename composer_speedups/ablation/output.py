@@ -44,8 +44,7 @@ def findings(store: Store) -> Findings:
     environments = store.environments()
     environment = next(iter(environments.values()), {})
     kind = environment.get("hardware", "cpu")
-    # A peak is one GPU's, but of a CPU all cores', which the ranks share.
-    devices = environment.get("ranks", 1) if kind == "cuda" else 1
+    devices = _devices(environment)
     peaks = {precision: devices * peak for precision, peak in (study.get("peaks") or {}).items()}
     rows = build_rows(recipes, runs, study["baseline"], peaks, hardware=kind)
     by_name = {row["recipe"]: row for row in rows}
@@ -59,6 +58,15 @@ def findings(store: Store) -> Findings:
     lines += drift_lines(trend, [r.result["samples_per_second"] for r in good if r.recipe == study["baseline"]])
     study = study | {"drift": None if trend is None else asdict(trend), "confidence": CONFIDENCE}
     return Findings(study, environment, recipes, runs, rows, lines, sentence(rows))
+
+
+def _devices(environment: Mapping[str, Any]) -> float:
+    """How many times what a peak was measured on is at work: a GPU for each rank; of a CPU the threads that ranks
+    share, of which each has one at least."""
+    ranks, threads = environment.get("ranks", 1), environment.get("threads") or 1
+    if environment.get("hardware") == "cuda":
+        return ranks
+    return ranks * max(1, threads // ranks) / threads if ranks > 1 else 1
 
 
 def _mixed(runs: Sequence[Run], environments: Mapping[int, dict[str, Any]]) -> list[str]:

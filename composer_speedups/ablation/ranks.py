@@ -6,16 +6,19 @@ are one process group of the system, so that whatever ends the run ends them all
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "die_with"]
 
 _PATIENCE = 3.0  # seconds in which a rank that failed first is heard
+_WELL = "well"  # the last word of a rank that has done its part
 
 
 class Ranks:
@@ -23,9 +26,9 @@ class Ranks:
 
     Args:
         count: of ranks; with 1 nothing happens.
-        failed: called in the first rank, from a thread of its own, when another one has failed: with its exit code, or
-            the signal that ended it as a negative number, and what it has told by `fail`. It must end the process, as
-            the first rank may wait for the other for good.
+        failed: called once in the first rank, from a thread of its own, when another one has failed: with its exit
+            code, or the signal that ended it as a negative number, and what it has told by `fail`. It must end the
+            process, as the first rank may wait for the other for good.
 
     Attributes:
         rank: this process's, from 0.
@@ -38,10 +41,9 @@ class Ranks:
     def __init__(self, count: int, failed: Callable[[int, str], None]) -> None:
         self.rank, self.count = 0, count
         self._watching: list[threading.Thread] = []
+        self._failed, self._one_at_a_time = failed, threading.Lock()
         if count == 1:
             return
-        heard, self._telling = os.pipe()
-        os.set_blocking(heard, False)  # of a rank that ended without a word there is nothing to read
         environment = {
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
@@ -49,19 +51,24 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
         }
-        others = []
+        first, others = os.getpid(), []
         for rank in range(1, count):
+            heard, telling = os.pipe()  # one for each: what several say at once would be one text
             pid = os.fork()
             if pid == 0:
-                self.rank = rank
-                os.close(heard)
+                self.rank, self._telling = rank, telling
+                die_with(first)
+                for descriptor in (heard, *(earlier for _, earlier in others)):
+                    os.close(descriptor)
                 break
-            others.append(pid)
+            os.close(telling)
+            os.set_blocking(heard, False)  # of one that ended without a word there is nothing to read
+            others.append((pid, heard))
         os.environ.update(environment, RANK=str(self.rank), LOCAL_RANK=str(self.rank))
         if self.rank == 0:
             self._watching = [
-                threading.Thread(target=_watch, args=(pid, heard, failed), daemon=True, name=f"rank {pid}")
-                for pid in others
+                threading.Thread(target=self._watch, args=one, daemon=True, name=f"rank {number}")
+                for number, one in enumerate(others, start=1)
             ]
             for thread in self._watching:
                 thread.start()
@@ -72,7 +79,7 @@ class Ranks:
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             distributed.barrier()  # whoever is slower may still ask the others for something
         if self.rank:
-            self._leave(0)
+            self._leave(0, _WELL)
         for thread in self._watching:
             thread.join()
 
@@ -80,29 +87,41 @@ class Ranks:
         """End this rank, if it is one after the first, as one that failed; its traceback goes into the run's log."""
         if self.rank:
             traceback.print_exc()
-            os.write(self._telling, words.encode())
-            self._leave(1)
+            self._leave(1, words)
 
     def settle(self) -> None:
         """Give a later rank time to tell that it failed first: what the first then sees is a lost connection."""
         for thread in self._watching:
             thread.join(_PATIENCE / len(self._watching))
 
-    def _leave(self, code: int) -> None:
+    def _leave(self, code: int, words: str) -> None:
+        os.write(self._telling, words.encode())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # Gloo's threads may outlive an interpreter that ends by itself, which then aborts
 
+    def _watch(self, pid: int, heard: int) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        try:
+            words = os.read(heard, 65536).decode(errors="replace")
+        except BlockingIOError:  # a process that it had started has the other end still
+            words = ""
+        if (code, words) != (0, _WELL):
+            with self._one_at_a_time:  # for good: who fails afterwards may do so as this one is gone
+                try:
+                    self._failed(code, words)
+                finally:
+                    os._exit(1)
 
-def _watch(pid: int, heard: int, failed: Callable[[int, str], None]) -> None:
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code == 0:
-        return
+
+def die_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies, or the thread of it that has forked it."""
     try:
-        words = os.read(heard, 65536).decode(errors="replace")
-    except BlockingIOError:
-        words = ""
-    failed(code, words)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != parent:  # it has died before it was asked
+        os._exit(os.EX_SOFTWARE)
 
 
 def _free_port() -> int:

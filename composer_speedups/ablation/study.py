@@ -208,6 +208,7 @@ def _opened(
         nullcontext(isolation) if isolation else Isolation(entries.train, entries.preload) as isolation,
         Store(place / STORE) as store,
     ):
+        _check_stored_ranks(settings.ranks, store)
         recipes = study.begin(store)
         if settings.retry:
             store.retry(seeds=study.seeds)
@@ -415,6 +416,16 @@ class _Work:
         display.finished(run, status, reason, outcome)
         if status == "skipped":  # what this machine lacks, it lacks for every seed
             self.store.skip(run.recipe, reason)
+
+
+def _check_stored_ranks(ranks: int, store: Store) -> None:
+    """Before anything is changed: what other numbers of ranks have measured is no part of this study."""
+    before = next((facts.get("ranks") or 1 for facts in store.environments().values()), ranks)
+    if before != ranks:
+        raise StoreError(
+            f"{store.path.parent} was measured with {_counted(before, 'rank')}, and this is {ranks}: use "
+            f"--ranks {before}, or another --out"
+        )
 
 
 def _check_ranks(ranks: int, facts: Mapping[str, Any]) -> None:

@@ -97,7 +97,7 @@ class Watch:
     def _signal(self, number: int) -> None:
         try:
             # The group exists once the child has called setsid; before that, only the child itself does.
-            if number == signal.SIGKILL:
+            if number in (signal.SIGKILL, signal.SIGUSR1):  # SIGUSR1: each of its ranks writes where it is
                 try:
                     os.killpg(self.pid, number)
                 except ProcessLookupError:
@@ -150,7 +150,7 @@ class Watch:
             if "progress" in event:
                 if self.report is not None:
                     self.report(event["progress"])
-            else:
+            elif not self._result:  # what comes after it comes of it
                 self._result = event
 
     def _outcome(self, seconds: float) -> Outcome:

@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from composer_speedups.ablation.contention import Contention
-from composer_speedups.ablation.ranks import Ranks
+from composer_speedups.ablation.ranks import Ranks, die_with
 from composer_speedups.collector import importing
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError, is_out_of_memory
 
@@ -168,7 +168,7 @@ def _fork(connection: socket.socket, wake: tuple[int, int], descriptors: list[in
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()  # its own group: Ctrl-C in the terminal does not reach it, and one kill ends all of it
-        _die_with(server)
+        die_with(server)
         connection.close()
         for descriptor in wake:
             os.close(descriptor)
@@ -205,8 +205,7 @@ def run_child(events: int, log: int, job: int) -> int:
         if code == -signal.SIGKILL:  # who did it, and why, `isolate.py` finds out as for this one
             os.kill(os.getpid(), signal.SIGKILL)
         how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        send(json.loads(words) if words else {"failure": "failed", "reason": f"a rank {how}"})
-        os._exit(1)
+        send(json.loads(words) if words.startswith("{") else {"failure": "failed", "reason": f"a rank {how}"})
 
     ranks = None
     try:
@@ -224,8 +223,9 @@ def run_child(events: int, log: int, job: int) -> int:
     except BaseException as error:
         status, reason = classify(error)
         if ranks is not None:
-            # What the user asked for is wrong on all ranks alike, and told in the same words by whichever is first.
-            if ranks.count > 1 and not isinstance(error, UserError):
+            # What the user asked for is wrong on all ranks alike, and told in the same words by whichever is first;
+            # memory may be short on one.
+            if ranks.count > 1 and (isinstance(error, OutOfMemory) or not isinstance(error, UserError)):
                 reason = f"rank {ranks.rank}: {reason}"
             ranks.fail(json.dumps({"failure": status, "reason": reason}))
         traceback.print_exc()
@@ -277,16 +277,6 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
-
-
-def _die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent, which has one thread, dies."""
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != parent:  # it has died before it was asked
-        os._exit(os.EX_SOFTWARE)
 
 
 def _read(path: str) -> str:

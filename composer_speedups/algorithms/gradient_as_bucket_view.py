@@ -23,9 +23,9 @@ import torch
 import torch.distributed
 from composer.core import Event, State
 from composer.loggers import Logger
-from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_speedups.ddp import hook_of, why_alone
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -63,9 +63,7 @@ class GradientAsBucketView(SpeedUp):
         pass
 
     def unavailable(self, device: torch.device) -> str | None:
-        if dist.get_world_size() == 1:
-            return "one process exchanges no gradients: start several, as by composer -n 2, or remove it"
-        return None
+        return why_alone()
 
     def install(self, state: State, logger: Logger) -> None:
         """Nothing yet: Composer puts DDP around the model when this is over."""
@@ -83,18 +81,26 @@ class GradientAsBucketView(SpeedUp):
 
 def _rebuild(ddp: DistributedDataParallel) -> int:
     """Make its buckets anew, as it does when it is unpickled, but for the same ranks and with the same hooks."""
-    if ddp.mixed_precision is not None or ddp._delay_all_reduce_params:
+    reasons = {
+        "mixed_precision": ddp.mixed_precision is not None,
+        "delayed parameters": bool(ddp._delay_all_reduce_params),
+        "optimizers in the backward pass": any(hasattr(p, "_in_backward_optimizers") for p in ddp.parameters()),
+        f"the built-in communication hook {hook_of(ddp)}": bool(hook_of(ddp)) and not ddp._comm_hooks,
+    }
+    if kept := [reason for reason, there in reasons.items() if there]:
         raise SpeedUpUnavailable(
-            "gradient_as_bucket_view: this DDP has mixed_precision or delayed parameters, whose hooks know its buckets "
-            "as they are. Make it with gradient_as_bucket_view=True instead"
+            f"gradient_as_bucket_view: this DDP has {kept[0]}, which know its buckets as they are. Make it with "
+            "gradient_as_bucket_view=True instead"
         )
     ddp._remove_autograd_hooks()
     ddp.gradient_as_bucket_view = True
     parameters, sparse = ddp._build_params_for_reducer()
     ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
     if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False  # the new one's first exchange, too, is asked for by DDP
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
     for hook, hook_state in ddp._comm_hooks:
+        ddp.logger._set_comm_hook_name(hook.__qualname__)  # by which `hook_of` knows it
         torch.distributed._register_comm_hook(ddp.reducer, hook_state, hook)
     return len(parameters)

@@ -4,11 +4,12 @@
 them in buckets while the backward pass still computes, but the last bucket, which is the largest where a model begins
 with an embedding table, has nothing left to hide behind. In 16 bits half the bytes travel.
 
-**Numerics.** The update's input alone: each rank's gradients are rounded once, divided by the number of ranks, and
-their sum is rounded at each addition, as the transport adds in that dtype: each time by at most 2^-9 of the value in
-bf16, 2^-12 in fp16. Weights, gradients (`p.grad`) and moments stay float32, accumulated microbatches are summed in
-float32 before, and all ranks get the same bits. fp16 has less room: below 6e-8 it knows zero, above 65,504 infinity.
-With `MixedPrecision("fp16")` its scaler sees those infinities, as ever, and skips the step; without a scaler take bf16.
+**Numerics.** The update's input alone: each rank's gradients are rounded, divided by the number of ranks (which rounds
+again unless that is a power of two), and their sum is rounded at each addition, as the transport adds in that dtype:
+each time by at most 2^-8 of the value in bf16, 2^-11 in fp16. Weights, gradients (`p.grad`) and moments stay float32,
+accumulated microbatches are summed in float32 before, and all ranks get the same bits. fp16 has less room: below 3e-8
+it knows zero, above 65,504 infinity. With `MixedPrecision("fp16")` its scaler sees those infinities, as ever, and skips
+the step; without a scaler take bf16.
 
 **When it pays.** Several GPUs that talk over PCIe, or machines that talk over a network; many weights and little
 computing for them: small batches, short texts, a large vocabulary. Over NVLink little is left to gain. On CPUs not: two
@@ -16,7 +17,8 @@ ranks of one machine had 0.83x the speed with it, one core each, BERT-base, batc
 (benchmarks/results/2026-11-29_cpu_two_ranks). No GPUs have been measured.
 
 **Needs.** DDP with two or more ranks, as `composer -n 2` starts them. FSDP exchanges gradients by itself, in the
-`reduce_dtype` of its configuration. A copy of a bucket (25 MB, or the largest tensor) in 16 bits, for a moment.
+`reduce_dtype` of its configuration. Copies in 16 bits of the buckets that are on their way: of 25 MB or the largest
+tensor each, and in the first step, in which DDP has one bucket, of all gradients.
 
 Source: PyTorch's DDP communication hooks, `bf16_compress_hook` and `fp16_compress_hook`; "DDP Communication Hooks" in
 the Accelerate guides. Halving the bytes of a gradient: Micikevicius et al., "Mixed Precision Training", 2017.
@@ -24,16 +26,14 @@ the Accelerate guides. Halving the bytes of a gradient: Micikevicius et al., "Mi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from composer.core import Event, State
 from composer.loggers import Logger
-from composer.utils import dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.arguments import check_choice
+from composer_speedups.ddp import hook_of, why_alone
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -59,14 +59,14 @@ def apply_gradient_compression(model: torch.nn.Module, dtype: str = "bf16") -> i
     check_choice("dtype", dtype, tuple(_HOOKS))
     count = 0
     for ddp in (module for module in model.modules() if isinstance(module, DistributedDataParallel)):
-        hooks = _hooks(ddp)
-        if any(hook is not _HOOKS[dtype] for hook in hooks):
+        name = hook_of(ddp)
+        if name not in ("", _HOOKS[dtype].__qualname__):
             raise ConflictError(
-                f"gradient_compression with dtype {dtype}: this model's DDP has the communication hook "
-                f"{hooks[0].__qualname__} already, and takes one. Remove one of the two"
+                f"gradient_compression with dtype {dtype}: this model's DDP has the communication hook {name} already, "
+                "and takes one. Remove one of the two"
             )
-        if not hooks:
-            ddp.register_comm_hook(None, _HOOKS[dtype])
+        if not name:
+            ddp.register_comm_hook(ddp.process_group, _HOOKS[dtype])  # of None PyTorch's hook makes all ranks
             count += sum(p.requires_grad for p in ddp.parameters())
     return count
 
@@ -88,9 +88,7 @@ class GradientCompression(SpeedUp):
         self.dtype = check_choice("dtype", dtype, tuple(_HOOKS))
 
     def unavailable(self, device: torch.device) -> str | None:
-        if dist.get_world_size() == 1:
-            return "one process exchanges no gradients: start several, as by composer -n 2, or remove it"
-        return None
+        return why_alone()
 
     def install(self, state: State, logger: Logger) -> None:
         """Nothing yet: Composer puts DDP around the model when this is over."""
@@ -101,11 +99,7 @@ class GradientCompression(SpeedUp):
             )
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
-        if any(hook is _HOOKS[self.dtype] for hook in _hooks(state.model)):
-            return  # of an earlier fit: a Trainer makes its DDP once
+        if isinstance(state.model, DistributedDataParallel) and hook_of(state.model) == _HOOKS[self.dtype].__qualname__:
+            return  # since an earlier fit: a Trainer makes its DDP once
         count = apply_gradient_compression(state.model, self.dtype)
         self.report(logger, count, "no parameter is trained, so that Composer has put no DDP around the model")
-
-
-def _hooks(module: torch.nn.Module) -> list[Callable]:
-    return [hook for hook, _ in module._comm_hooks] if isinstance(module, DistributedDataParallel) else []

@@ -117,6 +117,9 @@ class GradientRelease(SpeedUp):
     def __init__(self, bucket_mb: int = 32) -> None:
         self.bucket_mb = check_count("bucket_mb", bucket_mb)
 
+    def unavailable(self, device: torch.device) -> str | None:
+        return None if dist.get_world_size() == 1 else str(_several())
+
     def contradicts(self, other: SpeedUp) -> str | None:
         key, arguments = other.key(), vars(other)
         if key == "torch_compile" and arguments["scope"] == "model":

@@ -33,7 +33,9 @@ def train(payload: dict[str, Any], report: Any) -> dict[str, Any]:
         raise KeyboardInterrupt
     if what == "ask wrongly":
         raise UserError(f"no such thing as {payload['thing']}: choose another")
-    if what == "wait for good" or rank != payload["where"]:
+    if what == "leave early":
+        os._exit(0) if rank else time.sleep(600)
+    if what == "wait for good" or payload["where"] not in (rank, "everywhere"):
         time.sleep(600)
     if what == "raise":
         raise ValueError("not here")
@@ -44,3 +46,23 @@ def train(payload: dict[str, Any], report: Any) -> dict[str, Any]:
         os._exit(7)
     os.kill(os.getpid(), signal.Signals[what])
     return {}
+
+
+def train_with_a_fault(payload: dict[str, Any], report: Any) -> dict[str, Any]:
+    """A real training, in which one rank has one in its second forward pass or in the evaluation."""
+    from composer.models import HuggingFaceModel
+
+    from composer_speedups.recipes import load_recipe
+    from composer_speedups.training import run
+
+    own, passes = HuggingFaceModel.forward, []
+
+    def forward(self: Any, batch: Any) -> Any:
+        passes.append(self.training)
+        at = passes.count(True) == 2 if payload["phase"] == "forward" else not self.training
+        if at and os.environ[RANK] == "1":
+            raise payload["error"]
+        return own(self, batch)
+
+    HuggingFaceModel.forward = forward
+    return run(load_recipe("cpu/fp32", payload["overrides"])).as_dict()

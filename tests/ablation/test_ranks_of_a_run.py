@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import pytest
 
-from composer_speedups.ablation.isolate import Isolation, Outcome
+from composer_speedups.ablation.isolate import CannotStart, Isolation, Outcome
 from composer_speedups.ablation.study import _check_ranks
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import same_machine
@@ -19,7 +20,9 @@ def isolation():
         yield isolation
 
 
-def run(isolation: Isolation, ranks: int, do: str, where: int = 1, timeout: float = 60.0, **more: object) -> Outcome:
+def run(
+    isolation: Isolation, ranks: int, do: str, where: int | str = 1, timeout: float = 60.0, **more: object
+) -> Outcome:
     began = time.monotonic()
     outcome = isolation.run({"do": do, "where": where, **more}, ranks=ranks, timeout=timeout)
     assert time.monotonic() - began < 30
@@ -56,6 +59,28 @@ def test_an_error_of_one_is_the_runs_and_says_whose_it_is(isolation, where) -> N
     outcome = run(isolation, 3, "raise", where)
     assert (outcome.status, outcome.reason) == ("failed", f"rank {where}: ValueError: not here")
     assert "raise ValueError" in outcome.log  # its traceback
+
+
+def test_what_fails_on_all_at_once_is_one_error(isolation) -> None:
+    """Two ranks' words in one pipe would be neither's."""
+    for _ in range(4):
+        outcome = run(isolation, 4, "run out of memory", "everywhere")
+        assert outcome.status == "out_of_memory", outcome
+        assert re.fullmatch(r"rank [1-3]: MemoryError: cannot allocate memory", outcome.reason)
+        outcome = run(isolation, 4, "ask wrongly", thing="this")
+        assert (outcome.status, outcome.reason) == ("failed", "no such thing as this: choose another")
+
+
+def test_one_that_leaves_as_if_done_is_missed(isolation) -> None:
+    outcome = run(isolation, 2, "leave early")
+    assert (outcome.status, outcome.reason) == ("failed", "a rank ended with exit code 0")
+
+
+def test_under_a_launcher_it_starts_nothing(monkeypatch) -> None:
+    """Each of the launcher's processes would take another run, and the two meet as ranks of one training."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CannotStart, match=r"^WORLD_SIZE is 2, .*use ablate --ranks, or unset WORLD_SIZE$"):
+        Isolation("rank_entries:train").start()
 
 
 def test_out_of_memory_in_one_is_the_runs(isolation) -> None:

@@ -23,6 +23,20 @@ def test_bit_for_bit_and_once_in_memory(exchanged, name) -> None:
     assert one["views bytes"] == one["plain bytes"] == 4 * sum(p.numel() for p in data_of(0)[0].parameters())
 
 
+@pytest.mark.parametrize("name", ["views later", "views later, static graph", "views later, unused looked for"])
+def test_between_two_passes_nothing_is_lost(exchanged, name) -> None:
+    (plain, views), (_, other) = exchanged[name]
+    assert all(map(torch.equal, plain, views))
+    assert all(map(torch.equal, views, other)), "the ranks no longer exchange"
+    assert not torch.equal(views[0], torch.zeros_like(views[0]))
+
+
+def test_what_knows_its_buckets_is_refused(exchanged) -> None:
+    said = exchanged["a built-in hook, views"]
+    assert said.startswith("SpeedUpUnavailable: ") and "has the built-in communication hook" in said
+    assert "Make it with gradient_as_bucket_view=True instead" in said
+
+
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
@@ -45,6 +59,8 @@ def test_fsdp_is_refused_with_the_reason(exchanged) -> None:
 
 
 def test_one_process_has_nothing_to_exchange(make_trainer) -> None:
-    with pytest.raises(SpeedUpUnavailable, match=r"one process exchanges no gradients: start several, as by composer"):
+    with pytest.raises(
+        SpeedUpUnavailable, match=r"one process exchanges no gradients: start several, as by ablate --ranks 2"
+    ):
         make_trainer([GradientAsBucketView()])
     assert apply_gradient_as_bucket_view(torch.nn.Linear(2, 2)) == 0

@@ -75,8 +75,21 @@ def test_beside_another_hook_it_says_whose(exchanged) -> None:
     assert exchanged["another hook"].startswith("ConflictError: ") and " own_hook already" in exchanged["another hook"]
 
 
+def test_a_built_in_hook_is_another_one(exchanged) -> None:
+    said = exchanged["a built-in hook, compression"]
+    assert said.startswith("ConflictError: ") and "FP16_COMPRESS already, and takes one" in said
+
+
+def test_only_the_ranks_of_its_own_group_are_averaged(exchanged) -> None:
+    for plain, compressed in exchanged["a group of its own"]:
+        assert compressed == pytest.approx(plain, rel=2**-8)
+    assert exchanged["a group of its own"][0][0] != pytest.approx(exchanged["a group of its own"][1][0], rel=0.1)
+
+
 def test_one_process_has_nothing_to_exchange(make_trainer) -> None:
-    with pytest.raises(SpeedUpUnavailable, match=r"one process exchanges no gradients: start several, as by composer"):
+    with pytest.raises(
+        SpeedUpUnavailable, match=r"one process exchanges no gradients: start several, as by ablate --ranks 2"
+    ):
         make_trainer([GradientCompression()])
     assert apply_gradient_compression(torch.nn.Linear(2, 2)) == 0
     with pytest.raises(ValueError, match=r"dtype='fp8' is unknown\. Use one of: bf16, fp16"):
