@@ -182,6 +182,7 @@ def test_what_is_done_is_brought_back_whatever_ends_it(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.elsewhere
 def test_of_a_command_that_is_over_its_limit_nothing_goes_on(tmp_path: Path) -> None:
     brought, log = tmp_path / "brought", tmp_path / "out" / "tests.txt"
     brought.mkdir()
@@ -233,6 +234,7 @@ def test_tests_of_some_files_alone(
     assert "--tests is for the part tests, which --parts leaves out" in capsys.readouterr().err
 
 
+@pytest.mark.elsewhere
 def test_a_worker_that_no_test_can_use_any_more_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

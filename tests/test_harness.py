@@ -84,6 +84,7 @@ def test_what_decides_is_repeated_before_the_rest_begins() -> None:
     assert Counter(order) == {(n, name): 1 for n in range(5) for name in "abcd"}
 
 
+@pytest.mark.elsewhere
 def test_a_run_that_hangs_on_a_gpu_costs_minutes_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert harness.TIMEOUT["cuda"] <= 300 < harness.TIMEOUT["cpu"]
     monkeypatch.setattr(harness, "hardware", lambda: "cuda")

@@ -35,10 +35,8 @@ def test_every_file_is_in_one_group() -> None:
     assert sorted(file for files in GROUPS.values() for file in files) == FILES and all(GROUPS.values())
 
 
-# It runs Python, the same with each Triton, and takes a minute of the pinned stack's twelve.
-@pytest.mark.parametrize(
-    "group", [g if g == "attention" else pytest.param(g, marks=pytest.mark.elsewhere) for g in GROUPS]
-)
+@pytest.mark.elsewhere  # it runs Python, the same with each Triton
+@pytest.mark.parametrize("group", GROUPS)
 def test_in_the_interpreter(group: str) -> None:
     # Those faults are planted into what is compiled, which takes a third of the interpreter's time for a wide row.
     run(group, "-k", "not planted and not widest", TRITON_INTERPRET="1")

@@ -93,6 +93,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Mon
         made(tmp_path / "out")
 
 
+@pytest.mark.elsewhere
 def test_too_little_time_for_all_measures_the_doctors_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RECOMMEND_STEP", "0.4")
     start = time.monotonic()

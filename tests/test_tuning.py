@@ -345,6 +345,7 @@ def test_without_optuna_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.
     assert 'pip install "optuna>=4,<5"' in error and error.count("\n") == 1
 
 
+@pytest.mark.elsewhere
 def test_real_training_on_dummy_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """The whole command with a tiny model, real tries and all."""
     monkeypatch.chdir(tmp_path)

@@ -221,7 +221,9 @@ def test_fewer_seeds_make_fewer_runs(tmp_path: Path):
     assert ended == {1: 2, 2: 1, 3: 1}, "only what was asked for is made again, and the others keep their results"
 
 
-@pytest.mark.parametrize(("kills", "seeds"), [(8, 2), pytest.param(50, 15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "seeds"), [pytest.param(8, 2, marks=pytest.mark.elsewhere), pytest.param(50, 15, marks=pytest.mark.slow)]
+)
 def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path: Path, kills: int, seeds: int):
     (tmp_path / "diary").mkdir()
     recipes = [fakes.Recipe(n, seconds=0.2, diary=str(tmp_path / "diary")) for n in ("base", "fast", "slow")]
