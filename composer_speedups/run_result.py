@@ -22,6 +22,11 @@ _WARMUP_STEPS = 3  # caches, allocator and thread pools settle in the first step
 
 
 def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measurement, task: Task) -> RunResult:
+    """What `measurement` has of the training of `trainer`, which is over. For all ranks to call: sums are exchanged.
+
+    Speeds are of the steps after the warm-up in which nothing was compiled; tokens and FLOPs are of all ranks, memory
+    and compile time of this one.
+    """
     state = trainer.state
     seconds, tokens = measurement.step_seconds(), measurement.tokens()
     losses = measurement.losses
