@@ -243,14 +243,13 @@ def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
     device = torch.device("cuda" if gpus else "cpu")
     missing = missing_tools(device)
     yield Finding("torch.compile", missing is None, missing or f"{_compiler(device)} and Python's headers are there")
-    for package, label, remedy in (
-        ("apex", "Apex", "build it from github.com/NVIDIA/apex with its CUDA extensions"),
-        ("bitsandbytes", "bitsandbytes", "pip install bitsandbytes"),
-        ("torchao", "torchao", "pip install torchao"),
+    for package, part, label, remedy in (
+        # The index has another project of that name.
+        ("apex", "apex.optimizers", "Apex", "build it from github.com/NVIDIA/apex with its CUDA extensions"),
+        ("bitsandbytes", "bitsandbytes", "bitsandbytes", "pip install bitsandbytes"),
+        ("torchao", "torchao", "torchao", "pip install torchao"),
     ):
-        found = importlib.util.find_spec(package) is not None
-        if package == "apex" and found:  # the index has another project of that name
-            found = importlib.util.find_spec("apex.optimizers") is not None
+        found = all(importlib.util.find_spec(name) is not None for name in (package, part))
         yield Finding(label, found, _version(package) if found else f"not installed: {remedy}")
     if len(gpus) > 1:
         linked = all(

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "identity",
     "matmul_peak",
     "multiplies_bf16",
+    "peaks_at_work",
     "resident_memory",
     "same_machine",
     "suite_section",
@@ -284,6 +285,21 @@ def matmul_peak(device: str, precision: str = "fp32", *, seconds: float = 0.4) -
         write_float32_precision(before)
     _peaks[device, precision] = best
     return best
+
+
+def peaks_at_work(peaks: Mapping[str, float], facts: dict[str, Any]) -> dict[str, float]:
+    """`peaks`, of one GPU or of all threads, of all that is at work where there are ranks: a GPU for each; of a CPU
+    their shares of the threads, of which each has one at least.
+
+    >>> peaks_at_work({"bf16": 1e15}, {"hardware": "cuda", "ranks": 2})
+    {'bf16': 2000000000000000.0}
+    """
+    ranks, threads = facts.get("ranks", 1), facts.get("threads") or 1
+    if facts.get("hardware") == "cuda":
+        share = float(ranks)
+    else:
+        share = ranks * max(1, threads // ranks) / threads if ranks > 1 else 1.0
+    return {precision: share * peak for precision, peak in peaks.items()}
 
 
 def _wait(cuda: bool) -> None:

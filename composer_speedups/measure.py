@@ -46,6 +46,7 @@ class Measurement(Callback):
         gave_up: whether it was ended as the loss stayed without a finite value.
         interrupted: whether it was ended as somebody asked for that.
         evaluating: whether an evaluation goes on.
+        padded_tokens: of all batches of this rank, padding included.
         fit_seconds: of all of the fit.
         eval_seconds: of evaluations in it.
     """
@@ -74,7 +75,7 @@ class Measurement(Callback):
         self._tokens: list[tuple[int, int, int]] = []
         self._seconds: list[float] = []
         self._ticks: list[tuple[object, object]] = []
-        self._padded_tokens = 0
+        self.padded_tokens = 0
         self._next_report = 0.0
         self._bad = 0
         self._steps = 0
@@ -131,7 +132,7 @@ class Measurement(Callback):
             squares = lengths.square().sum()
             local = squares if self._reach is None else pairs_within(lengths, self._reach)
             self._lengths.append(torch.stack([lengths.sum(), squares, local]))
-            self._padded_tokens += mask.numel()
+            self.padded_tokens += mask.numel()
             if len(self._lengths) >= 2 * _KEPT:
                 self._read_lengths(_KEPT)
 
@@ -179,11 +180,6 @@ class Measurement(Callback):
         """Of each step: real tokens, the sum of the squares of the samples' lengths, and the pairs within `reach`."""
         self._read_lengths(len(self._lengths))
         return self._tokens
-
-    @property
-    def padded_tokens(self) -> int:
-        """Of all batches, padding included."""
-        return self._padded_tokens
 
     # ---- helpers
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from small import BatchDataset, bert_config
-from together import end_together
+from together import end_together, sharded
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_speedups import TokenBudgetBatches
@@ -53,11 +53,8 @@ def train(
     model = HuggingFaceModel(BertForSequenceClassification(bert_config()), metrics=[], use_logits=True)
     start = torch.cat([p.detach().flatten().clone() for p in model.model.parameters()])
     if strategy == "fsdp2":
-        from composer.utils.parallelism import FSDP2Config, ParallelismConfig
-
         model.model.fsdp_wrap_fn = lambda module: type(module).__name__ == "BertLayer"
-        config = FSDP2Config(mixed_precision="FULL", state_dict_type="full")
-        options["parallelism_config"] = ParallelismConfig(fsdp2=config)
+        options |= sharded()
     elif strategy == "multi":
         options["ddp_sync_strategy"] = "multi_auto_sync"
     rows = Rows()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from contract import Dataset, bert
-from together import end_together
+from together import end_together, sharded
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -133,10 +133,7 @@ def trained(algorithms: list[Any], strategy: str = "ddp", **options: Any) -> dic
             losses.append(state.total_loss_dict["loss/train/total"])
 
     if strategy == "fsdp2":
-        from composer.utils.parallelism import FSDP2Config, ParallelismConfig
-
-        config = FSDP2Config(mixed_precision="FULL", state_dict_type="full")
-        options["parallelism_config"] = ParallelismConfig(fsdp2=config)
+        options |= sharded()
     model = HuggingFaceModel(bert(), metrics=[], use_logits=True)
     samples = Dataset("classification", 32)
     trainer = Trainer(

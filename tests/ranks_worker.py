@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from contract import batch, bert, case, make
-from together import end_together
+from together import end_together, sharded
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from composer_speedups import build
@@ -98,13 +98,9 @@ def train(key: str, strategy: str = "ddp") -> dict[str, Any]:
     before = torch.cat([p.detach().flatten().clone() for p in model.model.parameters()])
     parallelism: dict[str, Any] = {}
     if strategy == "fsdp2":
-        from composer.utils.parallelism import FSDP2Config, ParallelismConfig
-
         # Each block a unit of its own, as a user of FSDP2 would have it.
         model.model.fsdp_wrap_fn = lambda module: type(module).__name__ in ("BertLayer", "RobertaLayer")
-        parallelism = {
-            "parallelism_config": ParallelismConfig(fsdp2=FSDP2Config(mixed_precision="FULL", state_dict_type="full"))
-        }
+        parallelism = sharded()
     samples = Samples(head)
     trainer = Trainer(
         model=model,

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from budget_worker import MICROBATCH, ROWS, TOKENS, train
-from filelock import FileLock
-from test_ranks import environment
+from exchanges import worked
 
 from composer_speedups import TokenBudgetBatches
 from composer_speedups.errors import ConflictError
@@ -28,16 +24,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """The folder of what two ranks did, and their results; pytest's workers share it."""
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ranks_budget"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "results.pt").exists():
-            folder.mkdir(exist_ok=True)
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            with open(folder / "log", "w") as log:
-                command = [*words, str(TESTS / "budget_worker.py"), str(folder)]
-                subprocess.run(command, env=environment(), stdout=log, stderr=log, timeout=300)
-    assert (folder / "results.pt").exists(), (folder / "log").read_text()[-3000:]
+    folder = worked(tmp_path_factory, "budget_worker.py")
     return folder, torch.load(folder / "results.pt")
 
 

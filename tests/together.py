@@ -1,13 +1,14 @@
-"""How the ranks of a test end."""
+"""How the ranks of a test shard a model, and how they end."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 
-__all__ = ["end_together"]
+__all__ = ["end_together", "sharded"]
 
 
 def end_together() -> None:
@@ -22,3 +23,11 @@ def end_together() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def sharded() -> dict[str, Any]:
+    """A Composer Trainer's arguments for FSDP2."""
+    from composer.utils.parallelism import FSDP2Config, ParallelismConfig
+
+    config = FSDP2Config(mixed_precision="FULL", state_dict_type="full")
+    return {"parallelism_config": ParallelismConfig(fsdp2=config)}

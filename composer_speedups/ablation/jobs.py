@@ -42,6 +42,8 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     """
     import torch
 
+    from composer_speedups.training_parts import unshared_batch
+
     ranks = payload.get("ranks", 1)
     if ranks > 1:
         os.environ["WORLD_SIZE"] = str(ranks)  # what Composer, and speed-ups about several ranks, ask for
@@ -63,7 +65,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
             continue
         except UserError as error:
             return answer | {"error": str(error)}
-        if why := _not_shared(recipe, ranks):
+        if why := unshared_batch(recipe, ranks):
             answer["skip"][recipe.name] = why
             continue
         reasons = {s.key(): why for s in speedups if (why := s.unavailable(device) or s.too_slow(device))}
@@ -80,30 +82,20 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     return answer
 
 
-def _not_shared(recipe: Recipe, ranks: int) -> str:
-    """Why the ranks cannot have equal shares of its batches; empty if they can."""
-    sizes = {"batch_size": recipe.batch_size}
-    if recipe.evaluate and recipe.eval_batch_size:
-        sizes["eval_batch_size"] = recipe.eval_batch_size
-    wrong = [f"{key} {size}" for key, size in sizes.items() if size % ranks]
-    return f"{wrong[0]} cannot be shared by {ranks} ranks: choose a multiple of {ranks}" if wrong else ""
-
-
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     """Train `payload["recipe"]` with `payload["seed"]`; return `RunResult` as plain data.
 
     `payload["inspect"]`: also look where the time of a step and the memory go, when all is measured.
     `payload["verify"]`: then compare its numbers with float64, too.
     `payload["inputs"]`: marks of what the run reads, which must be there still.
-    `payload["ranks"]`: processes that train it together, each with its share of the cores.
     """
     import torch
+    from composer.utils import dist
 
     from composer_speedups.training import run
 
-    if (ranks := payload.get("ranks", 1)) > 1:
+    if (ranks := dist.get_world_size()) > 1:  # each has its share of the cores
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-
     if path := changed(payload.get("inputs") or {}):
         raise TaskError(f"{path} has changed since the study began: put back what it held, or choose another --out")
     recipe = Recipe.model_validate(payload["recipe"])

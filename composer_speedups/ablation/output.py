@@ -20,7 +20,7 @@ from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.store import Run, Store
 from composer_speedups.ablation.tables import csv_table, latex_table, markdown_table
 from composer_speedups.ablation.words import conditions, drift_lines, sentence
-from composer_speedups.hardware import same_machine
+from composer_speedups.hardware import peaks_at_work, same_machine
 
 __all__ = ["Findings", "findings", "write_all"]
 
@@ -44,8 +44,7 @@ def findings(store: Store) -> Findings:
     environments = store.environments()
     environment = next(iter(environments.values()), {})
     kind = environment.get("hardware", "cpu")
-    devices = _devices(environment)
-    peaks = {precision: devices * peak for precision, peak in (study.get("peaks") or {}).items()}
+    peaks = peaks_at_work(study.get("peaks") or {}, environment)
     rows = build_rows(recipes, runs, study["baseline"], peaks, hardware=kind)
     by_name = {row["recipe"]: row for row in rows}
     for one in interactions.interactions(recipes, runs, study["baseline"]):
@@ -58,15 +57,6 @@ def findings(store: Store) -> Findings:
     lines += drift_lines(trend, [r.result["samples_per_second"] for r in good if r.recipe == study["baseline"]])
     study = study | {"drift": None if trend is None else asdict(trend), "confidence": CONFIDENCE}
     return Findings(study, environment, recipes, runs, rows, lines, sentence(rows))
-
-
-def _devices(environment: Mapping[str, Any]) -> float:
-    """How many times what a peak was measured on is at work: a GPU for each rank; of a CPU the threads that ranks
-    share, of which each has one at least."""
-    ranks, threads = environment.get("ranks", 1), environment.get("threads") or 1
-    if environment.get("hardware") == "cuda":
-        return ranks
-    return ranks * max(1, threads // ranks) / threads if ranks > 1 else 1
 
 
 def _mixed(runs: Sequence[Run], environments: Mapping[int, dict[str, Any]]) -> list[str]:

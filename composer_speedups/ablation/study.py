@@ -286,8 +286,7 @@ class _Work:
             self.console.print(f"No MFU in {unmeasured}: its matmul cannot be measured here ({escape(reason)})")
         for name, reason in answer["skip"].items():
             self.store.skip(name, reason)
-        if kind == "cuda":
-            peaks = {p: ranks * peak for p, peak in peaks.items()}
+        peaks = hardware.peaks_at_work(peaks, self.facts)
         self.expected = {n: self.settings.expected or expected_seconds(r, peaks, kind) for n, r in self.recipes.items()}
 
     def announce(self) -> None:
@@ -391,7 +390,6 @@ class _Work:
         payload = {
             "recipe": recipe,
             "seed": run.seed,
-            "ranks": ranks,
             "inspect": self.settings.inspect and alone and not looked,
             "verify": self.settings.verify and alone and not verified,
             "inputs": {path: known[path] for path in read_by(recipe) if path in known},

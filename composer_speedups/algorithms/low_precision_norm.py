@@ -121,7 +121,7 @@ class _Float32Sums(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = backward(gradient, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
         if any(ctx.needs_input_grad[1:3]):
-            dw, db = torch.zeros_like(weight), torch.zeros_like(weight)
+            dw, db = torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
             rows = [t.reshape(-1, *shape).split(_Float32Sums._ROWS) for t in (gradient, x)]
             statistics = [t.reshape(-1, *[1] * len(shape)).split(_Float32Sums._ROWS) for t in (mean, rstd)]
             chunks = zip(*rows, *statistics, strict=True)
@@ -129,7 +129,7 @@ class _Float32Sums(torch.autograd.Function):
             for g, some, *of in islice(chunks, 1) if shape_only(x) else chunks:
                 _, *sums = backward(g.float(), some.float(), shape, *of, weight, bias, [False, True, bias is not None])
                 dw += sums[0]
-                if bias is not None:
+                if db is not None:
                     db += sums[1]
             dw, db = (s.to(dtype) if need else None for s, dtype, need in zip(
                 (dw, db), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True
