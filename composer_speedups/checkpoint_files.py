@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib
-import os
 import pickle
-import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from composer_speedups.errors import CheckpointError
-from composer_speedups.files import move_if_free
+from composer_speedups.files import whole
 
 __all__ = ["Damaged", "Unsafe", "read_file", "write_file"]
 
@@ -93,18 +90,11 @@ def write_file(content: Any, target: Path, *, overwrite: bool) -> None:
     Raises:
         CheckpointError: it exists and `overwrite` is False, or it cannot be written.
     """
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target} cannot be written: there is no folder {target.parent}")
     try:
-        with _beside(target) as temporary:
-            with open(temporary, "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            if overwrite:
-                os.replace(temporary, target)
-            else:
-                move_if_free(temporary, target)
-    except CheckpointError:
-        raise
+        with whole(target, overwrite=overwrite) as temporary, temporary.open("wb") as file:
+            torch.save(content, file)
     except FileExistsError:
         raise CheckpointError(f"{target} exists: choose another name, or add --overwrite") from None
     except (OSError, RuntimeError) as error:
@@ -133,19 +123,3 @@ def _allowed(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(f"--allow {name}: no such class, expected module.Class") from error
-
-
-@contextlib.contextmanager
-def _beside(target: Path) -> Iterator[str]:
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{target} cannot be written: there is no folder {target.parent}")
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    os.close(handle)
-    mask = os.umask(0)
-    os.umask(mask)
-    os.chmod(name, 0o666 & ~mask)  # mkstemp's files are the user's alone; a checkpoint is like any other file
-    try:
-        yield name
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 try:
@@ -10,7 +13,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["lock", "move_if_free"]
+__all__ = ["lock", "move_if_free", "whole"]
 
 
 def lock(descriptor: int) -> bool:
@@ -30,7 +33,31 @@ def lock(descriptor: int) -> bool:
     return True
 
 
-def move_if_free(temporary: str, target: Path) -> None:
+@contextlib.contextmanager
+def whole(target: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """A new file beside `target`, to write to, which then takes its name: a reader sees the old file or all of the new.
+
+    So it is also after a crash of the machine. Nothing is left of what ends with an error.
+
+    Raises:
+        FileExistsError: `target` exists, and `overwrite` is False.
+        OSError: it cannot be written.
+    """
+    temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{target.suffix}")
+    try:
+        temporary.touch(exist_ok=False)  # with the rights of any other file, unlike tempfile's
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())  # the name must not reach the disk before what it stands for
+        if overwrite:
+            os.replace(temporary, target)
+        else:
+            move_if_free(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def move_if_free(temporary: Path, target: Path) -> None:
     """Give the file `temporary`, of the same folder, the name `target` (and it may keep its own).
 
     Raises:

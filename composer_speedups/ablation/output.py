@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.store import Run, Store
 from composer_speedups.ablation.tables import csv_table, latex_table, markdown_table
 from composer_speedups.ablation.words import conditions, drift_lines, sentence
+from composer_speedups.files import whole
 from composer_speedups.hardware import peaks_at_work, same_machine
 
 __all__ = ["Findings", "findings", "write_all"]
@@ -104,12 +104,8 @@ def write_all(store: Store, folder: Path, pictures: bool = True) -> Findings:
 
 def replace(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old content or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with whole(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)  # of a full disk, say
 
 
 def _finite(value: Any) -> Any:

@@ -26,6 +26,10 @@ from pathlib import Path
 import torch  # its OpenMP runtime must be in the process before a kernel is loaded
 from torch.utils._python_dispatch import _disable_current_modes
 
+from composer_speedups.cache_root import cache_root
+from composer_speedups.errors import UserError
+from composer_speedups.files import whole
+
 __all__ = ["checked", "load", "without_modes"]
 
 log = logging.getLogger("composer_speedups")
@@ -59,7 +63,7 @@ def load(name: str) -> ctypes.CDLL | None:
         return None
     for flags in _TRIES:
         try:
-            library = ctypes.CDLL(str(_build(source, compiler, flags)))
+            library = _loaded(source, compiler, flags)
             library.name, library.threaded = name, "-fopenmp" in flags
             return library
         except (OSError, subprocess.SubprocessError) as error:
@@ -98,37 +102,43 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
-    """The compiled file, from the cache if the same source was built for the same CPU before."""
+def _loaded(source: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The compiled file, from the cache if that compiler built the same source for the same CPU before."""
     flags = (*_FLAGS, *flags)
     headers = (header.read_text() for header in sorted(source.parent.glob("*.h")))
-    key = "\0".join((source.read_text(), *headers, compiler, *flags, platform.machine(), _cpu()))
-    file = f"{source.stem}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.so"
-    folder = _folder()
-    if (folder / file).is_file():
-        return folder / file
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        compiled, linked = Path(work) / "kernel.o", Path(work) / file
+    key = "\0".join((source.read_text(), *headers, compiler, _version(compiler), *flags, platform.machine(), _cpu()))
+    file = _folder() / f"{source.stem}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.so"
+    if file.is_file():
+        with contextlib.suppress(OSError):  # it was damaged since: built again
+            return ctypes.CDLL(str(file))
+    with whole(file) as linked, tempfile.TemporaryDirectory(dir=file.parent) as work:
+        compiled = Path(work) / "kernel.o"
         for command in (
             [compiler, *flags, "-c", str(source), "-o", str(compiled)],
             [compiler, "-shared", str(compiled), "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
-        os.replace(linked, folder / file)  # whole or not there, for other processes that build the same
-    return folder / file
+    return ctypes.CDLL(str(file))
+
+
+@cache
+def _version(compiler: str) -> str:
+    """What it says of itself: an upgrade may have mended what the one before compiled wrongly."""
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_PATIENCE).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _folder() -> Path:
     """A folder that only this user can write to, as code is loaded from it."""
-    own, general = os.environ.get("COMPOSER_SPEEDUPS_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
-        root = Path(own) if own else (Path(general) if general else Path.home() / ".cache") / "composer_speedups"
-        folder = root.expanduser() / "kernels"
+        folder = cache_root() / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
         if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(folder, os.W_OK):
             return folder
-    except (OSError, RuntimeError):  # RuntimeError: nobody knows the user's home
+    except (OSError, UserError):  # UserError: nobody knows the user's home
         pass
     return _temporary_folder()
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from composer_speedups.cache_root import cache_root
 from composer_speedups.errors import TaskError
 
-__all__ = ["cache_root", "cached", "digest"]
+__all__ = ["cached", "digest"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -22,19 +23,6 @@ _MANIFEST = "manifest.json"
 # Of a full disk `tokenizers` tells by a bare Exception, and numpy by an OSError without a number.
 _FULL = (*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)), "Not enough free space", "requested and")
 _FORMAT = 1  # raise it when the meaning of stored files changes: old folders are then left unused
-
-
-def cache_root() -> Path:
-    """`$COMPOSER_SPEEDUPS_CACHE`, else `~/.cache/composer_speedups` (or below `$XDG_CACHE_HOME`)."""
-    if own := os.environ.get("COMPOSER_SPEEDUPS_CACHE"):
-        if (folder := os.path.expanduser(own)).startswith("~"):
-            raise TaskError(f"COMPOSER_SPEEDUPS_CACHE is {own!r}, a home that nobody has: set it to a folder")
-        return Path(folder)
-    general = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(general) if general else Path.home() / ".cache") / "composer_speedups"
-    except RuntimeError as error:  # a user without a name, as containers run them
-        raise TaskError("nobody knows your home folder: set HOME, or COMPOSER_SPEEDUPS_CACHE to a folder") from error
 
 
 def digest(key: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import UserError
-from composer_speedups.files import move_if_free
+from composer_speedups.files import whole
 from composer_speedups.recipe_yaml import Item, Where, dump
 
 if TYPE_CHECKING:
@@ -109,32 +109,27 @@ def write_recipe(
             text[0] += f" # {_one_line(reasons[key])}"
         lines += text
     out.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, as a path in `extends` is relative to the file.
-    descriptor, temporary = tempfile.mkstemp(suffix=".yaml", prefix=f".{out.stem}-", dir=out.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        loaded = load_recipe(temporary, check_arguments=False).to_dict()
-        different = [key for key, value in wanted.items() if loaded[key] != value]
-        if different and base is None:
-            raise RuntimeError(f"the recipe that was written loads with another {', '.join(different)}")
-        if not different and overwrite:
-            os.replace(temporary, out)
-        elif not different:
-            move_if_free(temporary, out)
+        with whole(out, overwrite=overwrite) as file:  # beside it, as a path in `extends` is relative to the file
+            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            loaded = load_recipe(str(file), check_arguments=False).to_dict()
+            if different := [key for key, value in wanted.items() if loaded[key] != value]:
+                raise _LoadsAsAnother(", ".join(different))
     except FileExistsError:
         raise UserError(f"{out} exists: add --overwrite to replace it, or choose another --out") from None
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    if different:  # what `extends` gives cannot always be taken away: one argument of a speed-up, one of several of a
-        # model's configuration
+    except _LoadsAsAnother:
+        if base is None:
+            raise
+        # What `extends` gives cannot always be taken away: one argument of a speed-up, one of several of a model's
+        # configuration.
         words = {"description": description, "evidence": evidence, "reasons": reasons, "name": name}
         write_recipe(out, recipe, None, None, overwrite=overwrite, **words)
+
+
+class _LoadsAsAnother(Exception):
+    """Nothing was written, as it would load with other values of these keys."""
 
 
 def _one_line(text: str) -> str:

@@ -7,12 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from composer_speedups import kernels
-from composer_speedups.kernels.native import _FLAGS, load
+from composer_speedups.kernels import native
+from composer_speedups.kernels.native import _FLAGS, _version, load
 
 CHECKED = sorted(
     path.stem for path in Path(kernels.__file__).parent.glob("*.py") if "\n@checked(" in path.read_text("utf-8")
@@ -49,3 +52,39 @@ def test_choices_are_made_by_vectors_without_avx512_too(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"v(and|andn|blendv)ps\b.*%ymm", done.stdout)
+
+
+@pytest.fixture
+def kernels_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, of which nothing is kept in this process."""
+    if load("fast_dropout") is None:
+        pytest.skip("no C compiler on this machine")
+    monkeypatch.setenv("COMPOSER_SPEEDUPS_CACHE", str(tmp_path))
+    for cached in (load, _version):
+        monkeypatch.setattr(native, cached.__name__, cache(cached.__wrapped__))
+    return tmp_path / "kernels"
+
+
+def test_a_damaged_file_is_built_again_with_the_same_flags(kernels_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as only_built:  # what is loaded once is not read again
+        only_built.setattr(native.ctypes, "CDLL", lambda path: SimpleNamespace(path=path))
+        built = Path(native.load("fast_dropout").path)
+    good = built.read_bytes()
+    built.write_bytes(b"")  # as a machine that lost power may leave it
+    native.load.cache_clear()
+    assert native.load("fast_dropout").threaded
+    assert [built] == list(kernels_in.iterdir()) and len(built.read_bytes()) == len(good)
+
+
+def test_another_compiler_of_the_same_name_builds_again(
+    kernels_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cc"
+    monkeypatch.setenv("CC", str(compiler))
+    for release in (12, 13):
+        compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {release} || exec gcc "$@"\n')
+        compiler.chmod(0o755)
+        native.load.cache_clear()
+        native._version.cache_clear()
+        assert native.load("fast_dropout") is not None
+        assert len(list(kernels_in.iterdir())) == release - 11
