@@ -17,7 +17,8 @@ from composer_speedups.cli import app
 from composer_speedups.recipes import load_recipe, suite_names
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / name for name in ("README.md", "docs/other_loops.md", "benchmarks/README.md", "CONTRIBUTING.md")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS += [*sorted((ROOT / "benchmarks").glob("*.md")), ROOT / "benchmarks" / "results" / "README.md"]
 
 
 def blocks(language: str) -> list[pytest.param]:
@@ -91,16 +92,24 @@ def test_the_table_has_every_speed_up() -> None:
     assert f"{len(listed)} speed-ups, each" in DOCUMENTS[0].read_text(), "README's first lines count them"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def anchors(document: Path) -> set[str]:
+    """What its headings are called in links."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_links_and_folders_of_results_are_there(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", text):
-        assert target.startswith("http") or (document.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)]*)\)", text):
+        file = document.parent / target if target else document
+        assert target.startswith("http") or file.exists(), target
+        assert not anchor or target.startswith("http") or anchor in anchors(file), f"{target}#{anchor}"
     for folder in re.findall(r"`(?:benchmarks/)?(?:results/)?(20\d\d-\d\d-\d\d_\w+)/?`", text):
         assert (ROOT / "benchmarks" / "results" / folder).is_dir(), folder
 
 
 def test_every_folder_of_results_is_listed() -> None:
-    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
     folders = sorted(file.name for file in (ROOT / "benchmarks" / "results").iterdir() if file.is_dir())
     assert folders and [name for name in folders if f"`{name}`" not in text] == []

@@ -15,7 +15,7 @@ import pytest
 
 from composer_speedups import kernels
 from composer_speedups.kernels import native
-from composer_speedups.kernels.native import _FLAGS, _version, load
+from composer_speedups.kernels.native import _FLAGS, _TRIES, _version, load
 
 CHECKED = sorted(
     path.stem for path in Path(kernels.__file__).parent.glob("*.py") if "\n@checked(" in path.read_text("utf-8")
@@ -88,3 +88,42 @@ def test_another_compiler_of_the_same_name_builds_again(
         native._version.cache_clear()
         assert native.load("fast_dropout") is not None
         assert len(list(kernels_in.iterdir())) == release - 11
+
+
+# How many bytes these move between a register and memory.
+_BYTES = {"kmovb": 1, "kmovw": 2, "kmovd": 4, "kmovq": 8, "movb": 1, "movw": 2, "movl": 4, "movq": 8}
+_BYTES |= {"movzbl": 1, "movzwl": 2, "movslq": 4}
+
+
+def wider_than_written(assembly: str) -> list[str]:
+    """Reads of a place in the stack of more than was last written to it, in the order of the text."""
+    found, written = [], {}
+    for line in assembly.splitlines():
+        if re.match(r"[A-Za-z_][\w.]*:", line):  # another function
+            written = {}
+        move = re.fullmatch(r"\s+(\w+)\s+(\S+), (\S+)", line)
+        if move is None or (size := _BYTES.get(move[1])) is None:
+            continue
+        source, target = move[2], move[3]
+        if re.search(r"\((%rsp|%rbp)\)$", target):
+            written[target] = size
+        elif source in written and size > written[source]:
+            found.append(f"{line.strip()}, where {written[source]} bytes were written")
+    return found
+
+
+@pytest.mark.parametrize("source", sorted(Path(kernels.__file__).parent.glob("*.c")), ids=lambda source: source.stem)
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("gcc"), reason="about GCC's code for x86 CPUs")
+def test_nothing_is_read_back_wider_than_it_was_spilled(source: Path) -> None:
+    """GCC 12 wrote 32 bits of a dropout mask and read 64: what the stack held decided, on CPUs with AMX alone."""
+    flags = [flag.replace("=native", "=sapphirerapids") for flag in (*_FLAGS, *_TRIES[0])]
+    done = subprocess.run(["gcc", *flags, "-S", "-o", "-", str(source)], capture_output=True, text=True, timeout=120)
+    if "bad value" in done.stderr:
+        pytest.skip("this GCC is older than the CPUs with AMX")
+    assert done.returncode == 0 and not wider_than_written(done.stdout), done.stderr
+
+
+def test_what_is_read_wider_is_found() -> None:
+    assert not wider_than_written("f:\n\tkmovq\t%k3, 8(%rsp)\n\tmovq\t8(%rsp), %rax\n\tmovl\t8(%rsp), %eax")
+    assert len(wider_than_written("f:\n\tkmovd\t%k3, 8(%rsp)\n\tmovq\t8(%rsp), %rax")) == 1
+    assert not wider_than_written("f:\n\tkmovd\t%k3, 8(%rsp)\ng:\n\tmovq\t8(%rsp), %rax")
