@@ -184,6 +184,7 @@ def launch(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return code, (folder / "out.txt").read_text(), (folder / "err.txt").read_text()
 
 
+@pytest.mark.elsewhere
 @pytest.mark.timeout(600)
 def test_composer_launcher_trains_saves_and_shows_one_progress(folder) -> None:
     code, out, err = launch(folder, "--save", "out")

@@ -15,6 +15,7 @@ from composer_speedups.errors import ConflictError
 
 TESTS = Path(__file__).parent
 pytestmark = [
+    pytest.mark.elsewhere,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:The tokenizer was not provided"),
     pytest.mark.filterwarnings("ignore:.*The current world size"),  # Composer's, of random states
