@@ -195,7 +195,8 @@ def attention_dropout(attention: torch.nn.Module) -> float:
         called = not (hasattr(attention, "dropout_prob") or hasattr(attention, "_flash_attn_uses_top_left_mask"))
     else:
         called = not hasattr(attention, "is_causal")
-    return attention.dropout.p if (attention.dropout if called else attention).training else 0.0
+    rate = getattr(attention.dropout, "p", attention.dropout)  # a number in ESM's of 5.x
+    return rate if (attention.dropout if called else attention).training else 0.0
 
 
 # --- precision of float32 matrix products -------------------------------------------------------------

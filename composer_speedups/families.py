@@ -14,6 +14,7 @@ __all__ = [
     "CAUSAL",
     "DEBERTA",
     "DISTILBERT",
+    "ESM",
     "GRAPHED",
     "MASKED",
     "MODERNBERT",
@@ -21,6 +22,7 @@ __all__ = [
     "READ_ANYWHERE",
     "READ_FIRST",
     "UNPADDABLE",
+    "adds_to_scores",
     "attention_of",
     "has_head",
     "layers_of",
@@ -38,7 +40,8 @@ MODERNBERT = (
 )  # its encoder runs the layers itself; rotary positions, windows, norms before what they feed
 MPNET = ("mpnet",)  # BERT's modules; scores have a number for the distance, which its encoder brings
 DEBERTA = ("deberta-v2",)  # and v3; scores have products with relative positions, which its encoder brings
-UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *MPNET, *DEBERTA)
+ESM = ("esm",)  # of proteins; rotary positions in ESM-2, norms before what they feed
+UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *MPNET, *DEBERTA, *ESM)
 
 GRAPHED = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)  # of which `CUDAGraphs` knows what the host reads
 
@@ -84,13 +87,18 @@ def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def positions(config: Any) -> str:
-    """ "absolute" where positions are added to the embeddings; other kinds add to the attention scores.
+    """ "absolute" where positions are added to the embeddings, "rotary" where ESM turns queries and keys, or others.
 
     >>> from transformers import BertConfig
     >>> positions(BertConfig())
     'absolute'
     """
-    return getattr(config, "position_embedding_type", None) or "absolute"  # transformers 5 has no other any more
+    return getattr(config, "position_embedding_type", None) or "absolute"  # transformers 5 has no others any more
+
+
+def adds_to_scores(config: Any) -> bool:
+    """Whether positions add to the attention scores, which fused kernels do not allow."""
+    return positions(config) not in ("absolute", "rotary")
 
 
 def has_head(model: torch.nn.Module | None, kinds: tuple[str, ...]) -> bool:

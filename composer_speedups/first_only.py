@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from composer_speedups.compat import MPNET_AFTER_MASK, attention_dropout, layer_result
-from composer_speedups.families import DEBERTA, DISTILBERT, MODERNBERT, MPNET
+from composer_speedups.families import DEBERTA, DISTILBERT, ESM, MODERNBERT, MPNET
 from composer_speedups.first_request import with_request
 from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
 from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packed_deberta import of_distances, scale_of
+from composer_speedups.packed_esm import esm_rotations, esm_turned
 from composer_speedups.packed_modernbert import rotations_of, turned
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import hooked
@@ -31,6 +32,7 @@ def first_of(family: str) -> type[FirstOnly]:
     others = {
         **dict.fromkeys(DEBERTA, _FirstOfDeberta),
         **dict.fromkeys(DISTILBERT, _FirstOfDistilBert),
+        **dict.fromkeys(ESM, _FirstOfEsm),
         **dict.fromkeys(MODERNBERT, _FirstOfModernBert),
         **dict.fromkeys(MPNET, _FirstOfMPNet),
     }
@@ -170,6 +172,29 @@ class _FirstOfDistilBert(FirstOnly):
         context = _context(attention, attention.q_lin(first), keys_and_values, mask)
         attended = self.sa_layer_norm(attention.out_lin(context) + first)
         return self.output_layer_norm(self.ffn(attended) + attended)
+
+
+class _FirstOfEsm(FirstOnly):
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        inside = (getattr(self.attention.self, name, None) for name in ("dropout", "rotary_embeddings"))
+        return self.attention, self.attention.self, *(m for m in inside if isinstance(m, torch.nn.Module))
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        attention, packed = self.attention.self, isinstance(mask, Packing)
+        normed = self.attention.LayerNorm(hidden_states)
+        normed_first = mask.first(normed) if packed else normed[:, :1]
+        projected = attention.query(normed_first), *joint_linear((attention.key, attention.value), normed)
+        q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in projected)
+        if attention.position_embedding_type == "rotary":
+            rotations = mask.rotations if packed else given.get("position_embeddings")
+            if rotations is None:  # transformers 4.53
+                rotations = esm_rotations(attention, k, k.shape[1])
+            rotations_first = [mask.first(x) if packed else x[:, :1] for x in rotations]
+            (q,), (k,) = esm_turned(attention, rotations_first, q), esm_turned(attention, rotations, k)
+        context = _attend(q, k, v, mask, attention_dropout(attention))
+        return self.feed_forward_chunk(self.attention.output(context, first))
 
 
 class _FirstOfModernBert(FirstOnly):

@@ -52,14 +52,26 @@ class PackedBert(PackedEncoder):
         position_ids: torch.Tensor | None,
         kwargs: dict[str, Any],
     ):
+        return self.encoded(self.embedded(packing, input_ids, token_type_ids, position_ids), packing, kwargs)
+
+    def embedded(
+        self,
+        packing: Packing,
+        input_ids: torch.Tensor,
+        token_type_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[total, width]: what the first layer is given."""
         ids = packing.pack(input_ids)[None]
         types = torch.zeros_like(ids) if token_type_ids is None else packing.pack(token_type_ids)[None]
         positions = self.positions_of(input_ids) if position_ids is None else position_ids
         hidden = self.embeddings(
             input_ids=ids, token_type_ids=types, position_ids=packing.pack(positions)[None]
         ).squeeze(0)
-        if hasattr(self, "embeddings_project"):
-            hidden = self.embeddings_project(hidden)
+        return self.embeddings_project(hidden) if hasattr(self, "embeddings_project") else hidden
+
+    def encoded(self, hidden: torch.Tensor, packing: Packing, kwargs: dict[str, Any]):
+        """The model's output, of packed embeddings."""
         hidden = self.encoder(for_compiled(hidden, self.encoder.layer), attention_mask=packing)[0]
         pooler = getattr(self, "pooler", None)
         if asked_for_first(self.encoder.layer[-1]):
@@ -104,7 +116,7 @@ class _Attention(PackedAttention):
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
         if not isinstance(attention_mask, Packing):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        return self.attend(hidden_states, attention_mask), None
+        return self.attend(self.project(hidden_states), attention_mask), None
 
     def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
         return self.query, self.key, self.value

@@ -69,7 +69,7 @@ class _Attention(PackedAttention):
         if not isinstance(mask, Packing):
             return super().forward(*args, **kwargs)
         hidden_states = kwargs["query"] if "query" in kwargs else args[0]
-        return self.out_lin(self.attend(hidden_states, mask)), None
+        return self.out_lin(self.attend(self.project(hidden_states), mask)), None
 
     def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
         return self.q_lin, self.k_lin, self.v_lin

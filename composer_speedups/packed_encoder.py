@@ -1,12 +1,13 @@
 """What `Unpadding` mixes into encoders of every family: when a batch can be packed, and attention over packed tokens.
 
 Each family's own part is beside this: `packed_bert.py`, `packed_distilbert.py`, `packed_deberta.py`,
-`packed_modernbert.py`, `packed_mpnet.py`.
+`packed_esm.py`, `packed_modernbert.py`, `packed_mpnet.py`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,9 +106,9 @@ class PackedAttention:
         kernel = attention_kernel(queries)
         return f"{kernel}: {served_by(queries)}" if kernel == "per sequence" else kernel
 
-    def attend(self, hidden_states: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """[total, width] -> [total, width]: the heads' outputs, beside each other."""
-        dropout, lengths, projected = attention_dropout(self), packing.lengths, self.project(hidden_states)
+    def attend(self, projected: Sequence[torch.Tensor], packing: Packing) -> torch.Tensor:
+        """Of queries, keys and values, as `project` gives them, the heads' outputs side by side, [total, width]."""
+        dropout, lengths = attention_dropout(self), packing.lengths
         if self.trials is not None and self.trials.prefer_packed(*projected, lengths, dropout):
             return packed_attention(*projected, lengths, lengths, dropout).flatten(1)
         return varlen_attention(*projected, lengths, lengths, dropout).flatten(1)

@@ -51,6 +51,7 @@ class Packing(NamedTuple):
         length: of the padded rows.
         real: how many of the packed tokens are real: the first; on the device, where the total was fixed beforehand.
         places: of distances within a sequence, for layers that add something for them to scores and know no others.
+        rotations: cosine and sine [total, width of a head] of each token's place, for layers that know no others.
     """
 
     indices: torch.Tensor | None
@@ -59,6 +60,7 @@ class Packing(NamedTuple):
     length: int
     real: int | torch.Tensor
     places: Places | None = None
+    rotations: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(cls, mask: torch.Tensor, counts: list[int], multiple_of: int = 1) -> Packing:

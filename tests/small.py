@@ -44,6 +44,11 @@ def config_of(family: str, **values: object):
         own = dict(type_vocab_size=0, position_biased_input=False, position_buckets=4, norm_rel_ebd="layer_norm")
         own |= dict(relative_attention=True, pos_att_type=["p2c", "c2p"], share_att_key=True, pooler_dropout=0.0)
         values = own | values
+    elif family == "Esm":  # as ESM-2
+        # Queries are scaled before they are turned, which transformers 5 does in float32, and by us with the scores: in
+        # float64 the same numbers where the scale is a power of two, 1/4, so that nothing is seen of float32 roundings
+        own = dict(position_embedding_type="rotary", token_dropout=True, mask_token_id=4)
+        values = own | values | {"num_attention_heads": values["hidden_size"] // 16}
     return getattr(transformers, f"{family}Config")(**values)
 
 

@@ -1,4 +1,4 @@
-"""Beyond BERT: every speed-up on nine other families either works, or says in one line that it does not apply.
+"""Beyond BERT: every speed-up on ten other families either works, or says in one line that it does not apply.
 
 From small random configurations, in real Composer Trainers. Numerics are held to the contract's tolerance against the
 same model in float64; what changes nothing must warn, and what cannot be must raise before anything was changed.
@@ -39,6 +39,9 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "Albert": lambda: transformers.AlbertConfig(**BERT_LIKE, embedding_size=16, classifier_dropout_prob=0.0),
     "MPNet": lambda: transformers.MPNetConfig(**BERT_LIKE),
+    "Esm": lambda: transformers.EsmConfig(
+        **BERT_LIKE, position_embedding_type="rotary", token_dropout=True, mask_token_id=4
+    ),
     # A window of 13 to each side: stock eager ModernBERT gives NaN where a padded token sees none but padded ones.
     "ModernBert": lambda: transformers.ModernBertConfig(
         **SIZES, **TEXT, local_attention=26, global_attn_every_n_layers=2, reference_compile=False, **_MODERN

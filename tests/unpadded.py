@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers
 from small import config_of
@@ -18,6 +19,7 @@ FAMILIES = {  # and their padding ids
     "ModernBert": 0,
     "MPNet": 1,
     "DebertaV2": 0,
+    "Esm": 1,
 }
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
 
@@ -35,6 +37,8 @@ KINDS = [
     ("MPNet", "ForMaskedLM"),
     ("DebertaV2", "ForSequenceClassification"),
     ("DebertaV2", "ForTokenClassification"),
+    ("Esm", "ForSequenceClassification"),
+    ("Esm", "ForMaskedLM"),
 ]
 
 
@@ -64,6 +68,8 @@ def with_random_weights(model: torch.nn.Module) -> torch.nn.Module:
 
 def make(family: str = "Bert", head: str = "ForSequenceClassification", **changes: object) -> torch.nn.Module:
     own = {"embedding_size": 16} if family == "Electra" else {}
+    if not hasattr(transformers, family + head):
+        pytest.skip(f"transformers has no {family}{head}")
     return with_random_weights(getattr(transformers, family + head)(tiny_config(family, **(own | changes))).double())
 
 

@@ -17,7 +17,8 @@ bias, for 262,144 x 3,072 (`2026-11-27_h200_limits`): 93 % of the bandwidth, wit
 instead of 6; under `TorchCompile`, too, as Inductor sums up for the bias by itself.
 
 **Needs.** Intermediate layers that compute what BertIntermediate does, with the activation `gelu`: BERT, RoBERTa,
-XLM-R, CamemBERT, ELECTRA, MPNet, DeBERTa-v2, ViT and others, known by their code; and DistilBERT's feed-forward blocks.
+XLM-R, CamemBERT, ELECTRA, MPNet, DeBERTa-v2, ESM, ViT and others, known by their code; and DistilBERT's feed-forward
+blocks.
 On CUDA the package triton; on the CPU float32 or bfloat16 and a C compiler: elsewhere PyTorch's GELU stays (the
 evidence says which kernel there is). Other activations (`gelu_new`, `relu`, ...) are left alone and counted. Layers
 that are no plain `nn.Linear`, as with an adapter, and hooks on the linear layer or on its activation, take the model's
@@ -28,7 +29,9 @@ Source: the fused bias + GELU of Megatron-LM and of NVIDIA's MLPerf BERT, there 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +43,10 @@ from composer_speedups.compilation import missing_kernel
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.joint_linear import only_linear
 from composer_speedups.kernels import bias_gelu as kernel
+from composer_speedups.kernels.native import without_modes
 from composer_speedups.kernels.tensors import compute_dtype, plain
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import having, hooked, mix_in, same_code
+from composer_speedups.surgery import having, hooked, mix_in, same_code, stock_class
 
 __all__ = ["FusedBiasGELU", "apply_fused_bias_gelu"]
 
@@ -65,7 +69,7 @@ def apply_fused_bias_gelu(model: torch.nn.Module) -> int:
         if (reason := missing_kernel(device)) is not None:
             raise SpeedUpUnavailable(f"apply_fused_bias_gelu cannot be used here: {reason}")
     for layer in layers:
-        mix_in(_FusedIntermediate if hasattr(layer, "dense") else _FusedFeedForward, layer)
+        mix_in(_fused(layer), layer)
     return len(layers)
 
 
@@ -95,7 +99,7 @@ class FusedBiasGELU(SpeedUp):
             logger,
             count,
             nothing,
-            already=having(state.model, _FusedIntermediate, _FusedFeedForward),
+            already=having(state.model, _FusedIntermediate, _FusedEsm, _FusedFeedForward),
             left_alone=len(others),
             kernel=by,
         )
@@ -115,6 +119,12 @@ def _of_distilbert(self, input: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _of_esm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    hidden_states = self.dense(hidden_states)
+    hidden_states = gelu(hidden_states)  # noqa: F821  # of the file that this stands in
+    return hidden_states
+
+
 def _intermediates(model: torch.nn.Module) -> list[tuple[torch.nn.Module, object]]:
     """What computes an intermediate layer, and is not changed yet, with its activation."""
     found = []
@@ -123,6 +133,9 @@ def _intermediates(model: torch.nn.Module) -> list[tuple[torch.nn.Module, object
             continue
         if same_code(type(m).forward, _of_bert) and _biased(getattr(m, "dense", None)):
             found.append((m, m.intermediate_act_fn))
+        elif same_code(type(m).forward, _of_esm) and _biased(getattr(m, "dense", None)):
+            own = _own_gelu(type(m))
+            found.append((m, F.gelu if _computes_gelu(own) else own))
         elif same_code(getattr(type(m), "ff_chunk", None), _of_distilbert) and _biased(getattr(m, "lin1", None)):
             found.append((m, m.activation))
     return found
@@ -130,6 +143,24 @@ def _intermediates(model: torch.nn.Module) -> list[tuple[torch.nn.Module, object
 
 def _biased(dense: torch.nn.Module | None) -> bool:
     return type(dense) is torch.nn.Linear and dense.bias is not None
+
+
+def _own_gelu(cls: type[torch.nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `gelu` is in the file of a class like ESM's intermediate layer: there a function of several passes."""
+    return inspect.unwrap(stock_class(cls).forward).__globals__["gelu"]
+
+
+def _fused(layer: torch.nn.Module) -> type:
+    if not hasattr(layer, "dense"):
+        return _FusedFeedForward
+    return _FusedIntermediate if hasattr(layer, "intermediate_act_fn") else _FusedEsm
+
+
+@cache
+def _computes_gelu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    with without_modes():  # of a dry run, where tensors have no numbers
+        x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
+        return torch.allclose(function(x), F.gelu(x), rtol=0, atol=1e-12)
 
 
 def _exact(activation: object) -> bool:
@@ -143,12 +174,12 @@ def _name(activation: object) -> str:
     return getattr(activation, "__name__", type(activation).__name__)
 
 
-def _activated(dense: torch.nn.Module, activation: Callable, x: torch.Tensor) -> torch.Tensor:
-    """`activation(dense(x))`, by the kernel if nobody listens."""
+def _by_kernel(dense: torch.nn.Module, activation: Callable, x: torch.Tensor) -> torch.Tensor | None:
+    """`activation(dense(x))` by the kernel, if there is one and nobody listens; else None."""
     heard = isinstance(activation, torch.nn.Module) and hooked(activation)
     ours = only_linear(dense) and dense.bias is not None and _exact(activation) and plain(x)
     if heard or not ours or not (torch.compiler.is_compiling() or _has_kernel(x)):
-        return activation(dense(x))
+        return None
     product = F.linear(x, dense.weight)
     if kernel.why_not(product, dense.bias) is not None:
         return activation(product + dense.bias.to(product.dtype))
@@ -164,7 +195,16 @@ class _FusedIntermediate:
     """Mixed into `BertIntermediate` and what computes the same."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return _activated(self.dense, self.intermediate_act_fn, hidden_states)
+        out = _by_kernel(self.dense, self.intermediate_act_fn, hidden_states)
+        return super().forward(hidden_states) if out is None else out
+
+
+class _FusedEsm:
+    """Mixed into `EsmIntermediate`, whose activation is a function."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        out = _by_kernel(self.dense, F.gelu, hidden_states)
+        return super().forward(hidden_states) if out is None else out
 
 
 class _FusedFeedForward:
@@ -174,4 +214,5 @@ class _FusedFeedForward:
         return self.dropout(self.lin2(self.activated(input)))
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:
-        return _activated(self.lin1, self.activation, x)
+        out = _by_kernel(self.lin1, self.activation, x)
+        return self.activation(self.lin1(x)) if out is None else out

@@ -10,8 +10,8 @@ width on keys and values: about ten twelfths of the last layer go.
 **When it pays.** With few layers, much (of 4 layers a fifth), with 12 about 7 %. Dropout draws fewer numbers.
 
 **Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, MPNet,
-DistilBERT or DeBERTa-v2 and -v3, or a sequence classifier of ModernBERT that takes the first token and no mean, with
-transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM, token
+DistilBERT, ESM or DeBERTa-v2 and -v3, or a sequence classifier of ModernBERT that takes the first token and no mean,
+with transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM, token
 classification, question answering) and bare encoders have nothing to leave out: the report says so.
 `output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself;
 while the classifier runs, its `last_hidden_state` is [rows, 1, width]. With
@@ -32,9 +32,9 @@ from composer.loggers import Logger
 from composer_speedups.families import (
     MODERNBERT,
     UNPADDABLE,
+    adds_to_scores,
     attention_of,
     layers_of,
-    positions,
     reads_first,
     stack_of,
 )
@@ -92,12 +92,7 @@ def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
     if not (reads_first(owner) and stock_forward(owner)):
         return None
     encoder = stack_of(getattr(owner, getattr(owner, "base_model_prefix", ""), None))
-    if (
-        isinstance(owner, _Owner)
-        or getattr(config, "is_decoder", False)
-        or positions(config) != "absolute"
-        or encoder is None
-    ):
+    if isinstance(owner, _Owner) or getattr(config, "is_decoder", False) or adds_to_scores(config) or encoder is None:
         return None
     last = layers_of(encoder)[-1]
     if not all(map(stock_forward, (encoder, last, attention_of(last)))):

@@ -22,13 +22,15 @@ completely and needs no knowledge of the model; with both the results are right,
 `TorchCompile` use `scope="block"`: the number of tokens is dynamic, so only the first few batches compile.
 
 **Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions; ModernBERT,
-which transformers 4.53 unpads itself where flash-attn is installed; MPNet; or DeBERTa-v2 and -v3 without a convolution.
+which transformers 4.53 unpads itself where flash-attn is installed; MPNet; DeBERTa-v2 and -v3 without a convolution; or
+ESM-2 and ESM-1b, whose embeddings, which count the masked tokens of each row, stay padded.
 It *is* the attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
 attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. With
-`timed_attention` a Triton kernel of our own (`kernels/packed_attention.py`; BERT's modules and DistilBERT, heads of 32
-or 64, not compiled) is compared with it on the first tensors of about each size, and has its place where it computes
-the same and takes at most 0.97 of the time (0.7 of it on an H200: `benchmarks/results/2026-11-27_h200_peers`); the
-evidence has both times. Other work on the GPU decides it by chance. Two runs of one seed may then differ in masks.
+`timed_attention` a Triton kernel of our own (`kernels/packed_attention.py`; BERT's modules, DistilBERT's and ESM's,
+heads of 32 or 64, not compiled) is compared with it on the first tensors of about each size, and has its place where
+it computes the same and takes at most 0.97 of the time (0.7 of it on an H200:
+`benchmarks/results/2026-11-27_h200_peers`); the evidence has both times. Other work on the GPU decides it by chance.
+Two runs of one seed may then differ in masks.
 On CPUs it is C, by AMX, AVX512-BF16, AVX-512 or AVX2 as there are, and else PyTorch's products; a run's table tells
 which. What MPNet and DeBERTa add to scores for distances is C there, too (`kernels/distance_bias.py`,
 `kernels/disentangled.py`); on CUDA, and where they are compiled, their attention alone is padded again. Masks may have
@@ -57,6 +59,7 @@ from composer_speedups.errors import ConflictError
 from composer_speedups.families import (
     DEBERTA,
     DISTILBERT,
+    ESM,
     MODERNBERT,
     MPNET,
     READ_ANYWHERE,
@@ -65,7 +68,6 @@ from composer_speedups.families import (
     attention_of,
     has_head,
     layers_of,
-    positions,
     reads_first,
     stack_of,
 )
@@ -74,11 +76,13 @@ from composer_speedups.packed_bert import pack_bert
 from composer_speedups.packed_deberta import pack_deberta
 from composer_speedups.packed_distilbert import pack_distilbert
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder
-from composer_speedups.packed_modernbert import pack_modernbert, unpads_itself
+from composer_speedups.packed_esm import pack_esm
+from composer_speedups.packed_modernbert import pack_modernbert
 from composer_speedups.packed_mpnet import pack_mpnet
 from composer_speedups.packing import count_on_host, hand_over, labels_at_padding
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import hooked, stock_forward
+from composer_speedups.surgery import hooked
+from composer_speedups.unpaddable import owners_in, why_not
 
 __all__ = ["Unpadding", "apply_unpadding"]
 
@@ -87,6 +91,7 @@ log = logging.getLogger("composer_speedups")
 _PACK = {  # by family; all others as BERT
     **dict.fromkeys(DEBERTA, pack_deberta),
     **dict.fromkeys(DISTILBERT, pack_distilbert),
+    **dict.fromkeys(ESM, pack_esm),
     **dict.fromkeys(MODERNBERT, pack_modernbert),
     **dict.fromkeys(MPNET, pack_mpnet),
 }
@@ -110,8 +115,8 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
     (3, 0)
     """
     count, trials = 0, Trials() if check_flag("timed_attention", timed_attention) else None
-    owners = _owners(model)
-    for encoder in [m for m in model.modules() if _why_not(m, owners.get(id(m))) is None]:
+    owners = owners_in(model)
+    for encoder in [m for m in model.modules() if why_not(m, owners.get(id(m))) is None]:
         owner, family = owners.get(id(encoder)), encoder.config.model_type
         if getattr(encoder, "chooses_tokens", False):
             raise ValueError("apply_unpadding must come before apply_masked_token_head, whose work it would undo")
@@ -157,8 +162,8 @@ class Unpadding(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         self._told = False
-        owners = _owners(state.model)
-        nothing = sorted({reason for m in state.model.modules() if (reason := _why_not(m, owners.get(id(m))))})
+        owners = owners_in(state.model)
+        nothing = sorted({reason for m in state.model.modules() if (reason := why_not(m, owners.get(id(m))))})
         count = apply_unpadding(state.model, self.multiple_of, self.timed_attention)
         self._trials = next((m.trials for m in state.model.modules() if isinstance(m, PackedAttention)), None)
         nothing = nothing or [f"no encoder of {', '.join(UNPADDABLE)} in the model"]
@@ -216,35 +221,3 @@ def _refuse_replaced(model: torch.nn.Module) -> None:
                 f"the forward of {type(part).__name__} was replaced after Unpadding had packed the model (Composer's "
                 "Alibi does so), by one that knows no packed tokens. Keep one of them"
             )
-
-
-def _owners(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """By `id`: what each module in `model` is a child of."""
-    return {id(child): module for module in model.modules() for child in module.children()}
-
-
-def _why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | None:
-    """None if `module` is an encoder that can be unpadded; "" if it is nothing of the kind; or the reason."""
-    config = getattr(module, "config", None)
-    if stack_of(module) is None or not hasattr(module, "embeddings"):
-        return ""
-    if isinstance(module, PackedEncoder):
-        return "its encoder is unpadded already"
-    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-        return "config.is_decoder is True: attention only to earlier tokens is not for unpadding"
-    if (position := positions(config)) != "absolute":
-        return f"position_embedding_type={position!r} adds to the scores, which fused kernels do not allow"
-    if getattr(config, "chunk_size_feed_forward", 0):
-        return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
-    if has_head(owner, ("ForMultipleChoice",)) and getattr(config, "summary_type", "first") != "first":
-        return f"summary_type={config.summary_type!r} reads padding, too"
-    layers = [getattr(layer, "_orig_mod", layer) for layer in layers_of(stack_of(module))]  # as torch.compile wraps it
-    parts = [module, module.embeddings, stack_of(module), *layers, *map(attention_of, layers)]
-    own = [type(part).__name__ for part in parts if part is None or not stock_forward(part)]
-    if own:
-        return f"{own[0]} has a forward of its own, not transformers', and may want rows and padding"
-    if config.model_type in MODERNBERT and unpads_itself(module):
-        return "ModernBERT with flash_attention_2 unpads itself in this version of transformers"
-    if config.model_type in DEBERTA and (module.encoder.conv is not None or module.z_steps > 1):
-        return "DeBERTa with a convolution between its layers (conv_kernel_size), or z_steps, works on padded rows"
-    return None

@@ -38,7 +38,7 @@ def build(
     if len(ids) < 2:
         raise TaskError(f"task.lowest_token {spec.lowest_token} leaves no ids below {size:,}: lower it")
     random = np.random.Generator(np.random.Philox(spec.data_seed))
-    ends = tokenizer.cls_token_id, tokenizer.sep_token_id
+    ends = tokenizer.cls_token_id, models.end_of(tokenizer)
     parts = [_part(n or _DEFAULT_SAMPLES, spec, ids, ends, random) for n in (spec.train_samples, spec.eval_samples)]
     return tokenizer, parts[0], parts[1]
 

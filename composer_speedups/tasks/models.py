@@ -20,7 +20,7 @@ from composer_speedups.tasks.known_models import KNOWN, OWNERS, described, known
 from composer_speedups.tasks.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from composer_speedups.tasks.task import Task
 
@@ -30,6 +30,7 @@ __all__ = [
     "build_model",
     "entries",
     "load_config",
+    "end_of",
     "load_tokenizer",
     "positions",
     "resolve",
@@ -165,16 +166,23 @@ def entries(source: Source) -> int:
     return config.vocab_size
 
 
-def load_tokenizer(source: Source) -> PreTrainedTokenizerFast:
-    """The source's own tokenizer."""
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The source's own tokenizer: a fast one, or where its family has none (ESM), the one in Python."""
     from transformers import AutoTokenizer
 
     tokenizer = _load(source, AutoTokenizer.from_pretrained, " and the tokenizer beside it", use_fast=True)
-    missing = [n for n in ("pad_token", "cls_token", "sep_token") if getattr(tokenizer, n, None) is None]
-    if not tokenizer.is_fast or missing:
-        lack = f"has no {' and '.join(missing)}" if missing else "is not a fast one"
-        raise TaskError(f"the tokenizer of model {source.name!r} {lack}: choose a BERT-like encoder")
+    missing = [n for n in ("pad_token", "cls_token") if getattr(tokenizer, n, None) is None]
+    missing += [] if end_of(tokenizer) is not None else ["sep_token"]
+    if missing:
+        raise TaskError(
+            f"the tokenizer of model {source.name!r} has no {' and '.join(missing)}: choose a BERT-like encoder"
+        )
     return tokenizer
+
+
+def end_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of the token that ends a text: BERT's separator, or where there is none (ESM) the end itself."""
+    return tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
 
 
 def _load(source: Source, loader: Callable[..., Any], beside: str = "", **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from composer_speedups.tasks.spec import ModelSpec, TaskSpec
 from composer_speedups.tasks.texts import Texts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Task", "build_task"]
 
@@ -53,7 +53,7 @@ class Task:
 
     train: TokenDataset
     evaluation: TokenDataset
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase
     collate_train: PadCollator
     collate_eval: PadCollator
     num_labels: int
@@ -153,7 +153,7 @@ class _Raw:
         )  # fmt: skip
 
 
-def _tokenizer(spec: TaskSpec, source: models.Source, raw: _Raw) -> PreTrainedTokenizerFast:
+def _tokenizer(spec: TaskSpec, source: models.Source, raw: _Raw) -> PreTrainedTokenizerBase:
     if source.tokenizer:
         return models.load_tokenizer(source)
     size = spec.vocabulary or DEFAULT_VOCABULARY
@@ -185,7 +185,7 @@ class _About:
         return cls(**json.loads((folder / "about.json").read_text()))
 
 
-def _tokenised(spec: TaskSpec, source: models.Source, tokenizer: PreTrainedTokenizerFast, raw: _Raw) -> Path:
+def _tokenised(spec: TaskSpec, source: models.Source, tokenizer: PreTrainedTokenizerBase, raw: _Raw) -> Path:
     def build(folder: Path) -> None:
         texts = raw.texts()
         notes = list(texts.notes)
@@ -206,12 +206,22 @@ def _tokenised(spec: TaskSpec, source: models.Source, tokenizer: PreTrainedToken
 
     key = {
         "texts": raw.key, "max_length": spec.max_length, "checks": _CHECKS, "own_tokenizer": not source.tokenizer,
-        "tokenizer": digest({"json": tokenizer.backend_tokenizer.to_str(), **_version("tokenizers")}),
+        "tokenizer": digest(_meaning(tokenizer)),
     }  # fmt: skip
     return cached("tokens", key, build, raw.say)
 
 
-def _unknown(rows: list[list[int]], tokenizer: PreTrainedTokenizerFast, part: str, own: bool) -> list[str]:
+def _meaning(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What decides how it cuts texts."""
+    if tokenizer.is_fast:
+        return {"json": tokenizer.backend_tokenizer.to_str(), **_version("tokenizers")}
+    # In Python: by its class, and what it was made of.
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    made_of = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab(), "special": special}
+    return made_of | _version("transformers")
+
+
+def _unknown(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase, part: str, own: bool) -> list[str]:
     """What to say where many tokens are the one for what the tokenizer does not know: there is little to learn."""
     unknown, special = tokenizer.unk_token_id, set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     total = sum(token not in special for row in rows for token in row)
@@ -225,7 +235,7 @@ def _unknown(rows: list[list[int]], tokenizer: PreTrainedTokenizerFast, part: st
 
 
 def _encode(
-    texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int, part: str, say: Callable[[str], None]
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int, part: str, say: Callable[[str], None]
 ) -> list[list[int]]:
     rows: list[list[int]] = []
     for start in range(0, len(texts), _ROWS_AT_ONCE):
@@ -238,7 +248,7 @@ def _encode(
 
 
 def _collator(
-    spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, vocabulary: int, seed: tuple[int, int]
+    spec: TaskSpec, tokenizer: PreTrainedTokenizerBase, vocabulary: int, seed: tuple[int, int]
 ) -> PadCollator:
     length = spec.max_length if spec.padding == "max_length" else None
     padding = {"pad_id": tokenizer.pad_token_id, "length": length, "multiple_of": spec.pad_to_multiple_of}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from composer.models import ComposerClassifier, HuggingFaceModel
 from model_check import check_model, random_weights
 from small import bert_config, padded_batch, stock_checkpointing
 from transformers import BertForSequenceClassification
+from unpadded import FAMILIES, batch, make
 
 from composer_speedups import (
     FusedBiasGELU,
@@ -65,6 +67,21 @@ def test_with_all_that_touches_the_same_layers(tiny_bert: torch.nn.Module, calls
     assert apply_fused_dropout_add_norm(changed) == 4 and apply_fused_bias_gelu(changed) == 2
     check_model(changed, stock, padded_batch(rows=2, length=6))
     assert len(calls) == 2
+
+
+def test_esm_whose_gelu_is_a_function(calls: list) -> None:
+    stock = random_weights(make("Esm", "ForSequenceClassification").float()).eval()
+    changed = copy.deepcopy(stock)
+    assert apply_fused_bias_gelu(changed) == 2 and apply_fused_bias_gelu(changed) == 0
+    check_model(changed, stock, batch("ForSequenceClassification", FAMILIES["Esm"]))
+    assert calls == [torch.float32] * 2
+
+
+def test_a_function_that_computes_something_else_is_left_alone(monkeypatch) -> None:
+    model = make("Esm", "ForSequenceClassification")
+    home = sys.modules[type(model).__module__]
+    monkeypatch.setattr(home, "gelu", lambda x: F.gelu(x, approximate="tanh"))
+    assert apply_fused_bias_gelu(model) == 0
 
 
 @pytest.mark.parametrize("fault", ["bias", "activation"])

@@ -27,6 +27,7 @@ FAMILIES = {
     "Albert": SHAPE | {"embedding_size": 16},
     "MPNet": SHAPE,
     "DebertaV2": SHAPE,
+    "Esm": SHAPE | {"position_embedding_type": "rotary", "pad_token_id": 0, "mask_token_id": 4},
     "DistilBert": dict(
         vocab_size=128, dim=32, n_layers=2, n_heads=4, hidden_dim=64, dropout=0.0, attention_dropout=0.0
     ),

@@ -1,0 +1,65 @@
+"""ESM's folders: its tokenizer is one in Python, as its family has no fast one, and ends a text without a separator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task
+
+WORDS = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+SEQUENCES = ["MKTAYIAKQR", "GGWHLLSVE", "MKV", "LAGVSERTIDPKQNFYMHWC", "KTLLGGAAVV", "WWCCHH", "MAMA", "QQNNPPDD"]
+
+
+def esm(folder: Path, words: list[str] = WORDS) -> Path:
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.EsmTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    ids = {"pad_token_id": 1, "mask_token_id": words.index("<mask>"), "vocab_size": len(words)}
+    config = transformers.EsmConfig(**SIZES, **ids, position_embedding_type="rotary", token_dropout=True)
+    transformers.EsmForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    rows = [f"{sequence},{i % 2}" for i, sequence in enumerate(SEQUENCES * 3)]
+    (tmp_path / "proteins.csv").write_text("\n".join(["text,label", *rows]))
+    return tmp_path / "proteins.csv"
+
+
+def task_of(table: Path, folder: Path, **changes: object):
+    model = ModelSpec(name=str(folder), pretrained=True)
+    return model, build_task(TaskSpec(name="text", path=str(table), max_length=16, **changes), model, seed=0)
+
+
+@pytest.mark.parametrize("objective", ["classification", "mlm"])
+def test_proteins_are_cut_into_amino_acids_and_learnt_from(table: Path, tmp_path: Path, objective: str) -> None:
+    spec, task = task_of(table, esm(tmp_path / "esm"), objective=objective, mlm_probability=0.5)
+    expected = {tuple([0, *(WORDS.index(letter) for letter in s[:14]), 2]) for s in SEQUENCES}
+    assert {tuple(sample["input_ids"].tolist()) for sample in task.train} <= expected
+    batch = task.collate_train([task.train[i] for i in range(6)])
+    assert batch["input_ids"].shape == (6, 16) and set(batch["input_ids"][batch["attention_mask"] == 0].tolist()) == {1}
+    loss = build_model(spec, task, seed=0)(**batch).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_random_tokens_end_as_texts_do(tmp_path: Path) -> None:
+    model = ModelSpec(name=str(esm(tmp_path / "esm")), pretrained=True)
+    spec = TaskSpec(name="dummy", max_length=16, train_samples=8, eval_samples=4, lowest_token=4)
+    sample = build_task(spec, model, seed=0).train[0]["input_ids"]
+    assert (sample[0], sample[-1]) == (WORDS.index("<cls>"), WORDS.index("<eos>"))
+
+
+def test_tokens_of_another_vocabulary_are_not_taken_from_the_cache(table: Path, tmp_path: Path) -> None:
+    swapped = [*WORDS[:4], *reversed(WORDS[4:24]), *WORDS[24:]]
+    ids = [
+        task_of(table, esm(tmp_path / name, words))[1].train[0]["input_ids"].tolist()
+        for name, words in (("one", WORDS), ("other", swapped), ("again", WORDS))
+    ]
+    assert ids[0] == ids[2] != ids[1]
