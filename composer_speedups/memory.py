@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composer_speedups import cgroup
 from composer_speedups.memory_meters import OperationMeter, SavedForBackward, tensor_bytes
-from composer_speedups.optimizers import OptimizerSpeedUp, adamw_state_bytes, sizes
+from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes, sizes
 from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes, check_combination
 from composer_speedups.tasks import models
 from composer_speedups.tasks.task import DEFAULT_VOCABULARY

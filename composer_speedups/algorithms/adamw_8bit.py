@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_count, check_flag
 from composer_speedups.bnb import become_bnb, refuse_fsdp
+from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes
 from composer_speedups.optimizer_states import BLOCK_SIZE, MIN_8BIT_SIZE
-from composer_speedups.optimizers import OptimizerSpeedUp, adamw_state_bytes
 
 __all__ = ["AdamW8bit", "apply_adamw_8bit"]
 

@@ -27,14 +27,8 @@ from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.optimizers import (
-    OptimizerSpeedUp,
-    adamw_state_bytes,
-    become,
-    refuse_other,
-    refuse_unsupported,
-    torch_groups,
-)
+from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes
+from composer_speedups.optimizers import become, refuse_other, refuse_unsupported, torch_groups
 
 __all__ = ["ApexFusedAdamW", "apply_apex_fused_adamw"]
 

@@ -28,7 +28,7 @@ from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from composer_speedups.bnb import become_bnb, refuse_fsdp
-from composer_speedups.optimizers import OptimizerSpeedUp, adamw_state_bytes
+from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes
 
 __all__ = ["BnbAdamW", "apply_bnb_adamw"]
 

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from composer_speedups.optimizers import OptimizerSpeedUp, become_torch, sizes
+from composer_speedups.optimizer_speedup import OptimizerSpeedUp, sizes
+from composer_speedups.optimizers import become_torch
 
 __all__ = ["ForeachAdamW", "apply_foreach_adamw"]
 

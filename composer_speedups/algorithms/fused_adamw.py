@@ -23,7 +23,8 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from composer_speedups.optimizers import OptimizerSpeedUp, become_torch
+from composer_speedups.optimizer_speedup import OptimizerSpeedUp
+from composer_speedups.optimizers import become_torch
 
 __all__ = ["FusedAdamW", "apply_fused_adamw"]
 
