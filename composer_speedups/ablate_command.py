@@ -80,8 +80,8 @@ def ablate(
     """
     from composer_speedups.ablation.plans import equal_batch as with_equal_batch
     from composer_speedups.ablation.selection import check_trainings, find_baseline, load_rows, overrides_in, plan_rows
-    from composer_speedups.ablation.study import Settings, Study, plan_study, run_study, show_findings
-    from composer_speedups.ablation.terminal import make_console
+    from composer_speedups.ablation.study import Settings, Study, plan_study, run_study
+    from composer_speedups.ablation.terminal import make_console, show_findings
     from composer_speedups.errors import UserError
 
     if ranks > 1 and (verify or tune):

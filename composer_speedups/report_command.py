@@ -34,8 +34,7 @@ def report(
 ) -> None:
     """Print a study's table again, and write its files anew from the store; of two studies, compare them."""
     from composer_speedups.ablation.output import findings, write_all
-    from composer_speedups.ablation.study import show_findings
-    from composer_speedups.ablation.terminal import make_console
+    from composer_speedups.ablation.terminal import make_console, show_findings
 
     console = make_console()
     if other is not None:  # writes nothing

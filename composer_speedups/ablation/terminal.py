@@ -1,4 +1,4 @@
-"""What a study shows in a terminal: its console and its table, which breaks no word."""
+"""What a study shows in a terminal: its console, its table, which breaks no word, and what was found."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from composer_speedups.ablation.names import marked_names
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.tables import cell
+from composer_speedups.ablation.words import notes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["WIDTH", "make_console", "terminal_table"]
+    from composer_speedups.ablation.output import Findings
+
+__all__ = ["WIDTH", "make_console", "show_findings", "terminal_table"]
 
 WIDTH = 100  # of a pipe or a log file, which have none of their own
 
@@ -87,3 +90,16 @@ def _text(row: Row, key: str) -> str:
         value = (row.get("published") or {}).get("speedup")
         return f"{value:.2f}x" if value else ""
     return cell(row, key)
+
+
+def show_findings(found: Findings, console: Console) -> None:
+    """Print conditions, table, notes and verdict."""
+    console.print()
+    for line in found.conditions:
+        console.print(line, style="dim", soft_wrap=False, markup=False, highlight=False)
+    console.print()
+    console.print(terminal_table(found.rows, console.width))
+    console.print()
+    for line in notes(found.rows):
+        console.print(f"- {line}", markup=False, highlight=False)
+    console.print(found.sentence, style="bold", markup=False, highlight=False)

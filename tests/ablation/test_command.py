@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import composer_speedups.tuning.tune  # noqa: F401  makes its own `Entries` before `_fake_runs` replaces the class
-from composer_speedups.ablation import study
+from composer_speedups.ablation import study, work
 from composer_speedups.ablation.selection import check_trainings
 from composer_speedups.ablation.store import Store
 from composer_speedups.cli import main
@@ -279,7 +279,7 @@ def test_interrupted_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     def interrupt(self, run, display):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(study._Work, "_one", interrupt)
+    monkeypatch.setattr(work.Work, "_one", interrupt)
     assert main(["ablate", "demo/fp32", "--out", "out"]) == 130
     assert "The same command goes on from here" in capsys.readouterr().out
     assert rows(tmp_path / "out")[0]["status"] == "skipped"

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from composer_speedups.ablation.isolate import CannotStart, Isolation, Outcome
-from composer_speedups.ablation.study import _check_ranks
+from composer_speedups.ablation.work import _check_ranks
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import same_machine
 
