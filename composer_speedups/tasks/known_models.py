@@ -33,6 +33,16 @@ def _bert(layers: int, width: int) -> tuple[str, dict[str, Any]]:
     )
 
 
+def _esm2(layers: int, width: int) -> tuple[str, dict[str, Any]]:
+    """ESM-2 of Lin et al., 2022: of proteins, heads of 16 to 64, no dropout."""
+    special = dict(vocab_size=33, pad_token_id=1, mask_token_id=32, max_position_embeddings=1026, token_dropout=True)
+    numerics = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-5)
+    return "esm", special | numerics | dict(
+        position_embedding_type="rotary", emb_layer_norm_before=False,
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=20, intermediate_size=4 * width,
+    )  # fmt: skip
+
+
 # Architectures by hub name (model type, changes to its defaults), to build without asking the hub.
 # BertConfig() is bert-base-uncased, DistilBertConfig() distilbert-base-uncased, ModernBertConfig() ModernBERT-base.
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,6 +73,10 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "microsoft/deberta-v3-base": ("deberta-v2", _DEBERTA_V3),
     "microsoft/deberta-v3-large": ("deberta-v2", {**_DEBERTA_V3, **_LARGE}),
     "microsoft/mpnet-base": ("mpnet", {"max_position_embeddings": 514, "layer_norm_eps": 1e-5}),
+    "facebook/esm2_t6_8M_UR50D": _esm2(6, 320),
+    "facebook/esm2_t12_35M_UR50D": _esm2(12, 480),
+    "facebook/esm2_t30_150M_UR50D": _esm2(30, 640),
+    "facebook/esm2_t33_650M_UR50D": _esm2(33, 1280),
     "FacebookAI/roberta-base": ("roberta", _ROBERTA),
     "FacebookAI/roberta-large": ("roberta", {**_ROBERTA, **_LARGE}),
 }

@@ -239,10 +239,13 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
     if not task.source.pretrained:
         config.vocab_size = -(-task.vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
         if (tokenizer := task.tokenizer) is not None:
-            for name, token in (("pad", "pad"), ("cls", "cls"), ("sep", "sep"), ("bos", "cls"), ("eos", "sep")):
+            ids = {"pad": tokenizer.pad_token_id, "mask": tokenizer.mask_token_id}
+            ids |= dict.fromkeys(("cls", "bos"), tokenizer.cls_token_id)
+            ids |= dict.fromkeys(("sep", "eos"), end_of(tokenizer))
+            for name, token in ids.items():
                 if hasattr(config, f"{name}_token_id"):
-                    setattr(config, f"{name}_token_id", getattr(tokenizer, f"{token}_token_id"))
-        for name in ("pad", "cls", "sep", "bos", "eos"):  # ModernBERT's are the last of its own vocabulary
+                    setattr(config, f"{name}_token_id", token)
+        for name in ("pad", "cls", "sep", "bos", "eos", "mask"):  # ModernBERT's are the last of its own vocabulary
             if (getattr(config, f"{name}_token_id", None) or 0) >= config.vocab_size:
                 setattr(config, f"{name}_token_id", 0)
     width = getattr(config, "hidden_size", None)
@@ -289,7 +292,9 @@ def positions(config: PretrainedConfig) -> int | None:
     room = getattr(config, "max_position_embeddings", None)
     if room is None or room < 0:  # XLNet's is -1: its positions are relative
         return None
-    if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
+    if config.model_type == "esm" and getattr(config, "position_embedding_type", "absolute") == "rotary":
+        return None
+    if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet", "esm"):
         # MPNet's embeddings have it in their code.
         padding = 1 if config.model_type == "mpnet" else config.pad_token_id or 0
         room -= padding + 1  # their positions start behind the padding id

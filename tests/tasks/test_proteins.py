@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from composer_speedups.errors import TaskError
 from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task
 
 WORDS = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
@@ -63,3 +64,21 @@ def test_tokens_of_another_vocabulary_are_not_taken_from_the_cache(table: Path, 
         for name, words in (("one", WORDS), ("other", swapped), ("again", WORDS))
     ]
     assert ids[0] == ids[2] != ids[1]
+
+
+def test_a_published_size_is_built_without_the_hub() -> None:
+    model = ModelSpec(name="facebook/esm2_t6_8M_UR50D", pretrained=False)
+    spec = TaskSpec(name="dummy", max_length=2000, train_samples=4, eval_samples=4, lowest_token=5)
+    task = build_task(spec, model, seed=0)
+    built = build_model(model, task, seed=0)
+    sizes = (built.config.num_hidden_layers, built.config.hidden_size, built.config.num_attention_heads)
+    assert sizes == (6, 320, 20) and built.config.mask_token_id == task.tokenizer.mask_token_id
+    assert built.esm.embeddings.position_embedding_type == "rotary", "which have no end: 2,000 tokens are no error"
+
+
+def test_positions_that_are_embeddings_have_an_end(tmp_path: Path) -> None:
+    config = {"position_embedding_type": "absolute", "max_position_embeddings": 34}
+    model = ModelSpec(name=str(esm(tmp_path / "esm")), pretrained=False, config=config)
+    spec = TaskSpec(name="dummy", max_length=33, train_samples=4, eval_samples=4, lowest_token=4)
+    with pytest.raises(TaskError, match="max_length 33 exceeds the 32 positions"):
+        build_model(model, build_task(spec, model, seed=0), seed=0)
