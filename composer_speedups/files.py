@@ -47,7 +47,7 @@ def whole(target: Path, *, overwrite: bool = True) -> Iterator[Path]:
     try:
         temporary.touch(exist_ok=False)  # with the rights of any other file, unlike tempfile's
         yield temporary
-        with temporary.open("rb") as file:
+        with temporary.open("r+b") as file:
             os.fsync(file.fileno())  # the name must not reach the disk before what it stands for
         if overwrite:
             os.replace(temporary, target)

@@ -46,6 +46,7 @@ class PackedEncoder:
     reads_anywhere = False  # whether the head reads tokens of any place, or each row's first
     packed_for_head = False  # whether the head works on packed tokens
     packed_takes: tuple[str, ...] = ()  # what else than ids and mask it can pack
+    packed_embeddings = True  # whether embeddings are made of packed ids
     packed_whole_rows = False  # whether a layer counts the tokens between two others, padding among them
 
     @torch.compiler.disable

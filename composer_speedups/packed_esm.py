@@ -36,22 +36,24 @@ def pack_esm(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
 def turns_alike(encoder: torch.nn.Module) -> bool:
     """Whether all layers turn queries and keys by the same angles, as those of every published model do.
 
-    In a dry run, where they have no numbers, they do.
+    In a dry run and on the meta device, where they have no numbers, they do.
     """
     own = [m.inv_freq for m in encoder.modules() if hasattr(m, "inv_freq")]
-    return all(shape_only(other) or torch.equal(own[0], other) for other in own[1:])
+    own = [x.cpu() for x in own if not (shape_only(x) or x.is_meta)]
+    return all(torch.equal(own[0], other) for other in own[1:])
 
 
 def esm_rotations(attention: torch.nn.Module, like: torch.Tensor, length: int) -> Rotations | None:
     """Cosine and sine, [1, length, width of a head], of an attention that has its own (transformers 4.53).
 
-    As its own code makes them, where that keeps them: they are of the type of its frequencies, and float32 at least.
+    As its own code makes them: in the dtype of its frequencies, of which a model that is bfloat16 itself has few bits.
+    They are float32 at least then, as kernels want them.
     """
     frequencies = attention.rotary_embeddings.inv_freq.to(like.device)
-    frequencies = frequencies.to(torch.promote_types(frequencies.dtype, torch.float32))
     angles = torch.outer(torch.arange(length, device=like.device).type_as(frequencies), frequencies)
     angles = torch.cat((angles, angles), -1)[None]
-    return angles.cos(), angles.sin()
+    wide = torch.promote_types(frequencies.dtype, torch.float32)
+    return angles.cos().to(wide), angles.sin().to(wide)
 
 
 def esm_turned(attention: torch.nn.Module, rotations: Rotations, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -70,6 +72,7 @@ def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch
 
 class _Encoder(PackedBert):
     packed_takes = ("position_ids",)
+    packed_embeddings = False
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, *args: Any, **kwargs: Any):
         packing = self.packing_of(input_ids, attention_mask, args, kwargs)

@@ -79,6 +79,15 @@ def test_quality_is_judged_as_a_study_judges_it(tmp_path: Path, capsys: pytest.C
         quality.main([str(tmp_path), str(ten)])
 
 
+def test_recipes_of_one_study_have_the_same_texts(tmp_path: Path) -> None:
+    """Batches of 48 leave other texts over than batches of 16, so that the shares of padding differ."""
+    study = ROOT / "benchmarks" / "results" / "2026-11-29_cpu_mlm_quality_minilm" / "study"
+    assert "| fastest | 5 | " in quality.compare([study], [study])
+    shutil.copytree(study, tmp_path / "study")
+    with pytest.raises(UserError, match="was trained on other texts than the baseline"):
+        quality.compare([study], [tmp_path / "study"])
+
+
 def test_seeds_that_were_trained_side_by_side_are_judged_together(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no study: see what they said in"):
         gpu_quality.table(tmp_path)

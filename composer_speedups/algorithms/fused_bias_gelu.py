@@ -46,7 +46,7 @@ from composer_speedups.kernels import bias_gelu as kernel
 from composer_speedups.kernels.native import without_modes
 from composer_speedups.kernels.tensors import compute_dtype, plain
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import having, hooked, mix_in, same_code, stock_class
+from composer_speedups.surgery import having, hooked, mix_in, same_code, stock_class, stock_forward
 
 __all__ = ["FusedBiasGELU", "apply_fused_bias_gelu"]
 
@@ -134,8 +134,9 @@ def _intermediates(model: torch.nn.Module) -> list[tuple[torch.nn.Module, object
         if same_code(type(m).forward, _of_bert) and _biased(getattr(m, "dense", None)):
             found.append((m, m.intermediate_act_fn))
         elif same_code(type(m).forward, _of_esm) and _biased(getattr(m, "dense", None)):
-            own = _own_gelu(type(m))
-            found.append((m, F.gelu if _computes_gelu(own) else own))
+            if stock_forward(m):  # others may have a `gelu` of whatever kind
+                own = _own_gelu(type(m))
+                found.append((m, F.gelu if _computes_gelu(own) else own))
         elif same_code(getattr(type(m), "ff_chunk", None), _of_distilbert) and _biased(getattr(m, "lin1", None)):
             found.append((m, m.activation))
     return found

@@ -210,7 +210,8 @@ def _packed_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     parts = []
     for encoder in [m for m in model.modules() if isinstance(m, PackedEncoder)]:
         layers = list(layers_of(stack_of(encoder)) or ())
-        parts += [encoder.embeddings, *layers, *filter(None, map(attention_of, layers))]
+        parts += [encoder.embeddings] if encoder.packed_embeddings else []
+        parts += [*layers, *filter(None, map(attention_of, layers))]
     return parts
 
 

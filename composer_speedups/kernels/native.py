@@ -63,7 +63,7 @@ def load(name: str) -> ctypes.CDLL | None:
         return None
     for flags in _TRIES:
         try:
-            library = _loaded(source, compiler, flags)
+            library = ctypes.CDLL(str(_built(source, compiler, flags)))
             library.name, library.threaded = name, "-fopenmp" in flags
             return library
         except (OSError, subprocess.SubprocessError) as error:
@@ -102,30 +102,36 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def _loaded(source: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+def _built(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
     """The compiled file, from the cache if that compiler built the same source for the same CPU before."""
     flags = (*_FLAGS, *flags)
     headers = (header.read_text() for header in sorted(source.parent.glob("*.h")))
     key = "\0".join((source.read_text(), *headers, compiler, _version(compiler), *flags, platform.machine(), _cpu()))
-    file = _folder() / f"{source.stem}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.so"
-    if file.is_file():
-        with contextlib.suppress(OSError):  # it was damaged since: built again
-            return ctypes.CDLL(str(file))
-    with whole(file) as linked, tempfile.TemporaryDirectory(dir=file.parent) as work:
-        compiled = Path(work) / "kernel.o"
+    name, folder = f"{source.stem}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}", _folder()
+    for file in folder.glob(f"{name}-*.so"):
+        if file.stem == f"{name}-{file.stat().st_size}":  # one that was cut off since would end the process
+            return file
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        compiled, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
         for command in (
             [compiler, *flags, "-c", str(source), "-o", str(compiled)],
             [compiler, "-shared", str(compiled), "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
-    return ctypes.CDLL(str(file))
+        file = folder / f"{name}-{linked.stat().st_size}.so"
+        with whole(file) as copy:
+            shutil.copyfile(linked, copy)
+    return file
 
 
 @cache
 def _version(compiler: str) -> str:
     """What it says of itself: an upgrade may have mended what the one before compiled wrongly."""
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_PATIENCE).stdout
+        said = subprocess.run(
+            [compiler, "--version"], capture_output=True, timeout=_PATIENCE, env=os.environ | {"LC_ALL": "C"}
+        )
+        return said.stdout.decode(errors="replace")
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -215,10 +216,12 @@ def _meaning(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What decides how it cuts texts."""
     if tokenizer.is_fast:
         return {"json": tokenizer.backend_tokenizer.to_str(), **_version("tokenizers")}
-    # In Python: by its class, and what it was made of.
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    made_of = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab(), "special": special}
-    return made_of | _version("transformers")
+    # In Python: its class, and all that it would be made of again, options and merges among it.
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        made_of = {path.name: path.read_bytes().hex() for path in sorted(Path(folder).iterdir())}
+    cls = type(tokenizer)
+    return {"class": f"{cls.__module__}.{cls.__qualname__}", "made_of": made_of, **_version("transformers")}
 
 
 def _unknown(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase, part: str, own: bool) -> list[str]:

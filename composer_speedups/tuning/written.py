@@ -119,9 +119,9 @@ def write_recipe(
         raise UserError(f"{out} exists: add --overwrite to replace it, or choose another --out") from None
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
-    except _LoadsAsAnother:
+    except _LoadsAsAnother as error:
         if base is None:
-            raise
+            raise RuntimeError(f"the recipe that was written loads with another {error}") from None
         # What `extends` gives cannot always be taken away: one argument of a speed-up, one of several of a model's
         # configuration.
         words = {"description": description, "evidence": evidence, "reasons": reasons, "name": name}

@@ -84,6 +84,21 @@ def test_a_function_that_computes_something_else_is_left_alone(monkeypatch) -> N
     assert apply_fused_bias_gelu(model) == 0
 
 
+class _LikeEsms(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(4, 8)
+
+    def forward(self, hidden_states):
+        hidden_states = self.dense(hidden_states)
+        hidden_states = gelu(hidden_states)  # noqa: F821  # which there is not
+        return hidden_states
+
+
+def test_a_layer_of_your_own_that_reads_like_esms_is_left_alone() -> None:
+    assert apply_fused_bias_gelu(_LikeEsms()) == 0
+
+
 @pytest.mark.parametrize("fault", ["bias", "activation"])
 def test_the_check_finds_a_planted_fault(tiny_bert: torch.nn.Module, fault: str, monkeypatch) -> None:
     stock = random_weights(tiny_bert).eval()

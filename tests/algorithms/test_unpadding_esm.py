@@ -10,7 +10,8 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from unpadded import batch, compare, make, tiny_config
 
-from composer_speedups import apply_masked_token_head, apply_unpadding
+from composer_speedups import apply_last_layer_subset, apply_masked_token_head, apply_unpadding
+from composer_speedups.algorithms.unpadding import _packed_parts
 from composer_speedups.packed_esm import turns_alike
 
 MASK, ESM1B = 9, {"position_embedding_type": "absolute", "emb_layer_norm_before": True}
@@ -93,9 +94,31 @@ def test_angles_that_differ_from_layer_to_layer_are_left_alone() -> None:
 
 def test_a_dry_run_has_no_angles_to_compare() -> None:
     """The memory of a recipe is predicted by one."""
-    with FakeTensorMode():
-        model = transformers.EsmForSequenceClassification(tiny_config("Esm"))
-        assert apply_unpadding(model) == 2
+    for without_numbers in (FakeTensorMode(), torch.device("meta")):
+        with without_numbers:
+            model = transformers.EsmForSequenceClassification(tiny_config("Esm"))
+            assert apply_unpadding(model) == 2
+
+
+@pytest.mark.parametrize("way", [apply_unpadding, apply_last_layer_subset])
+def test_a_model_of_bfloat16_turns_by_the_same_angles(way) -> None:
+    """In transformers 4.53 they are bfloat16 then, too, which knows few positions above 256."""
+    stock = make("Esm", "ForSequenceClassification", max_position_embeddings=1000).bfloat16()
+    fast, ids = copy.deepcopy(stock), torch.randint(5, 64, (2, 900))
+    way(fast)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["attention_mask"][1, 600:] = 0
+    with torch.no_grad():
+        found, expected = fast(**inputs).logits.double(), stock(**inputs).logits.double()
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1 * float(expected.norm()))
+
+
+def test_hooks_on_its_embeddings_see_rows() -> None:
+    """They are not packed, so that nothing is said of them."""
+    model = make("Esm")
+    model.esm.embeddings.register_forward_hook(lambda *_: None)
+    apply_unpadding(model)
+    assert model.esm.embeddings not in _packed_parts(model)
 
 
 def test_contacts_are_predicted_as_before() -> None:

@@ -10,6 +10,7 @@ import transformers
 
 from composer_speedups.errors import TaskError
 from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task
+from composer_speedups.tasks.task import _meaning
 
 WORDS = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -64,6 +65,19 @@ def test_tokens_of_another_vocabulary_are_not_taken_from_the_cache(table: Path, 
         for name, words in (("one", WORDS), ("other", swapped), ("again", WORDS))
     ]
     assert ids[0] == ids[2] != ids[1]
+
+
+def test_nor_are_those_of_other_options(table: Path, tmp_path: Path) -> None:
+    """The same class and vocabulary, but one makes small letters of large ones."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "M", "K", "m", "##k", "##K", "##t"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    keys = []
+    for small in (True, False, True):
+        made = transformers.BertJapaneseTokenizer(
+            str(tmp_path / "vocab.txt"), word_tokenizer_type="basic", do_lower_case=small
+        )
+        keys.append(_meaning(made))
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_a_published_size_is_built_without_the_hub() -> None:
