@@ -153,6 +153,7 @@ def mutated_trees(draw: Any) -> Any:
     return tree
 
 
+@pytest.mark.elsewhere
 @settings(max_examples=EXAMPLES["structure"], **quick)
 @given(tree=mutated_trees(), flow=st.sampled_from([None, True, False]))
 def test_mutated_structures(tree: Any, flow: bool | None) -> None:

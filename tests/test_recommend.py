@@ -67,6 +67,7 @@ def test_what_loses_quality_is_not_recommended(tmp_path: Path, monkeypatch: pyte
     assert any(reason.startswith("unstable") for reason in found.answer.rejected.values())
 
 
+@pytest.mark.elsewhere
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Ctrl-C may come while one is being read
 @pytest.mark.parametrize("stop", [4, 14], ids=["in the screening", "in the study"])
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int):

@@ -19,9 +19,9 @@ from small import Doubled
 from unpadded import FAMILIES, LENGTH, ROWS, batch, compare, make, with_random_weights
 
 from composer_speedups import SDPAttention, Unpadding, apply_masked_token_head, apply_unpadding, packed_encoder
-from composer_speedups.algorithms import unpadding
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import layers_of, stack_of
+from composer_speedups.unpaddable import why_not
 
 
 class MeanPooler(torch.nn.Module):
@@ -46,7 +46,7 @@ def unpadding_of(model: torch.nn.Module) -> Unpadding:
 def test_a_deberta_with_a_convolution_stays_padded() -> None:
     model = make("DebertaV2", conv_kernel_size=3)
     assert apply_unpadding(model) == 0
-    assert "conv_kernel_size" in unpadding._why_not(model.deberta, model)
+    assert "conv_kernel_size" in why_not(model.deberta, model)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def c_mutant(module: ModuleType, old: str, new: str, folder: Path, monkeypatch: 
     (folder / "mutant.c").write_text(_changed(Path(module.__file__).with_suffix(".c"), old, new))
     shutil.copy(Path(building.__file__).with_name("native.h"), folder)
     monkeypatch.setattr(building, "_folder", lambda: folder)
-    library = ctypes.CDLL(str(building._build(folder / "mutant.c", shutil.which("cc") or "gcc", ())))
+    library = ctypes.CDLL(str(building._built(folder / "mutant.c", shutil.which("cc") or "gcc", ())))
     module._declare(library)
     monkeypatch.setattr(module, "native", lambda: library)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_disk import small_disk
 
-from composer_speedups.errors import TaskError
+from composer_speedups.errors import TaskError, UserError
 from composer_speedups.tasks import wordpiece
 from composer_speedups.tasks.cache import cached
 from composer_speedups.tasks.data import TokenDataset
@@ -150,7 +150,7 @@ def test_a_user_whom_nobody_knows_is_told_what_to_set(monkeypatch) -> None:
     for name in ("COMPOSER_SPEEDUPS_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", unknown)
-    with pytest.raises(TaskError, match="set HOME, or COMPOSER_SPEEDUPS_CACHE"):
+    with pytest.raises(UserError, match="set HOME, or COMPOSER_SPEEDUPS_CACHE"):
         cached("x", {}, Builder())
 
 
@@ -205,5 +205,5 @@ def test_what_else_goes_wrong_is_not_said_of_the_cache():
 
 def test_a_home_that_nobody_has(monkeypatch):
     monkeypatch.setenv("COMPOSER_SPEEDUPS_CACHE", "~nosuchuser/cache")
-    with pytest.raises(TaskError, match="'~nosuchuser/cache', a home that nobody has: set it to a folder"):
+    with pytest.raises(UserError, match="'~nosuchuser/cache', a home that nobody has: set it to a folder"):
         cached("x", {}, Builder())
