@@ -144,6 +144,7 @@ def test_fp16_scaler_skips_and_recovers_in_a_real_run(optimizer: str) -> None:
 BIG = ["task.max_length=512", "task.mean_length=500", "task.train_samples=64", "duration=1ep", "schedule.warmup=0ba"]
 
 
+@pytest.mark.elsewhere
 def test_out_of_memory_in_training_names_the_batch_and_a_smaller_one(isolation) -> None:
     payload = {"overrides": [*BIG, "batch_size=64", "evaluate=false"], "memory": 400 * 2**20}
     outcome = isolation.run(payload, timeout=120)

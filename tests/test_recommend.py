@@ -112,6 +112,7 @@ def test_too_little_time_for_all_measures_the_doctors_choice(tmp_path: Path, mon
     assert found.answer.rejected["fast_dropout"].startswith("not kept: 1.00x")
 
 
+@pytest.mark.elsewhere
 def test_what_compiles_must_pay_within_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RECOMMEND_SAMPLES", "600")
     found, _ = made(tmp_path / "out")
@@ -120,6 +121,7 @@ def test_what_compiles_must_pay_within_the_training(tmp_path: Path, monkeypatch:
     assert why.startswith("compiling takes 2 s and is paid for after ") and why.endswith("this training has 600")
 
 
+@pytest.mark.elsewhere
 def test_a_microbatch_of_the_users_own_is_no_error(tmp_path: Path):
     found, _ = made(tmp_path / "out", base=plain(microbatch_size=16))
     assert found.recipe.microbatch_size == 16 and found.recipe.batch_size in (16, 32)

@@ -222,6 +222,7 @@ def test_short_runs_keep_to_what_was_announced(tmp_path: Path, monkeypatch: pyte
 # --- And real ones ---
 
 
+@pytest.mark.elsewhere
 def test_a_real_training_is_evaluated_where_it_ends(tmp_path: Path):
     (tmp_path / "tiny.yaml").write_text(
         "task: {name: dummy, max_length: 16, train_samples: 160, eval_samples: 48, vocabulary: 256}\n"
