@@ -107,10 +107,16 @@ def sentence(rows: Sequence[Row]) -> str:
         if other := [row for row in measured if len({*row["seeds"]} & {*base["seeds"]}) >= FEWEST]:
             return f"No verdict: {names[other[0]['recipe']]}: {other[0]['speed_note']}."
         best = max(measured, key=lambda row: row["speedup"])
+        if best.get("overlapped") or base.get("overlapped"):  # one that is slowed alone may look like any speed-up
+            return (
+                f"Too few seeds to judge, and of the baseline and {names[best['recipe']]}, which measured highest, "
+                "at least one shared the machine with other work (†): run 3 seeds or more (--seeds 3, another --out) "
+                "with the machine to themselves."
+            )
         return (
             f"Too few seeds to judge: {names[best['recipe']]} measured highest, {best['speedup']:.2f} times "
             f"the baseline's speed; run 3 seeds or more (--seeds 3) to tell what is real."
-        ) + _beside_others(best, base)
+        )
     faster = [row for row in measured if row["speed_verdict"] == "faster"]
     if not faster:
         return "No recipe was shown to be faster than the baseline."

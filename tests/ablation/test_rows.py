@@ -111,7 +111,9 @@ def test_one_seed_beside_other_work_is_said_so() -> None:
     runs = [run(name, 1, speed, None) for name, speed in (("base", 100.0), ("best", 900.0))]
     runs[0].result["waited"] = 0.46
     said = sentence(build_rows({"base": {}, "best": {}}, runs, "base"))
-    assert said.startswith("Too few seeds to judge: best") and said.endswith("shared the machine with others (†).")
+    assert said.startswith("Too few seeds to judge, and of the baseline and best, which measured highest, at least one")
+    assert said.endswith("(--seeds 3, another --out) with the machine to themselves.")
+    assert "times" not in said, "9 times is nobody's speed-up"
 
 
 @pytest.mark.parametrize("flaw", ["idle", "failed"])
