@@ -12,25 +12,30 @@ from transformers.modeling_outputs import (
 from transformers.utils import ModelOutput
 
 from composer_speedups.compat import places_without_pooler
-from composer_speedups.families import takes_first
+from composer_speedups.families import attention_of, takes_first
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, for_compiled, packed_as
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["PackedBert", "pack_bert", "pack_masked_head"]
+__all__ = ["PackedBert", "pack_bert", "pack_parts"]
 
 
 def pack_bert(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
     """Let `encoder`, and the head of `owner` where one works on packed tokens, do so; return its attention layers."""
-    mix_in(_Encoder, encoder)
+    return pack_parts(encoder, owner, _Encoder, _Attention)
+
+
+def pack_parts(encoder: torch.nn.Module, owner: torch.nn.Module | None, whole: type, attention: type) -> int:
+    """The same with what is mixed into the encoder and into the attention of its layers, BERT's or like them."""
+    mix_in(whole, encoder)
     for layer in encoder.encoder.layer:
-        mix_in(_Attention, layer.attention.self)
-    pack_masked_head(encoder, owner)
+        mix_in(attention, attention_of(layer))
+    _pack_masked_head(encoder, owner)
     return len(encoder.encoder.layer)
 
 
-def pack_masked_head(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> None:
+def _pack_masked_head(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> None:
     """Let the head of `owner`, if it is a masked language model with one of its own, compute real tokens' logits."""
     for head in (getattr(owner, name, None) for name in ("cls", "lm_head", "lm_predictions")):
         if encoder.reads_anywhere and type(head).__name__.endswith(("OnlyMLMHead", "LMHead")):
@@ -52,23 +57,15 @@ class PackedBert(PackedEncoder):
         position_ids: torch.Tensor | None,
         kwargs: dict[str, Any],
     ):
-        return self.encoded(self.embedded(packing, input_ids, token_type_ids, position_ids), packing, kwargs)
-
-    def embedded(
-        self,
-        packing: Packing,
-        input_ids: torch.Tensor,
-        token_type_ids: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[total, width]: what the first layer is given."""
         ids = packing.pack(input_ids)[None]
         types = torch.zeros_like(ids) if token_type_ids is None else packing.pack(token_type_ids)[None]
         positions = self.positions_of(input_ids) if position_ids is None else position_ids
         hidden = self.embeddings(
             input_ids=ids, token_type_ids=types, position_ids=packing.pack(positions)[None]
         ).squeeze(0)
-        return self.embeddings_project(hidden) if hasattr(self, "embeddings_project") else hidden
+        if hasattr(self, "embeddings_project"):
+            hidden = self.embeddings_project(hidden)
+        return self.encoded(hidden, packing, kwargs)
 
     def encoded(self, hidden: torch.Tensor, packing: Packing, kwargs: dict[str, Any]):
         """The model's output, of packed embeddings."""

@@ -19,7 +19,7 @@ from composer_speedups.compat import attention_dropout
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.disentangled import Places, disentangled_attention, in_c
 from composer_speedups.kernels.varlen_attention import varlen_attention
-from composer_speedups.packed_bert import pack_masked_head
+from composer_speedups.packed_bert import pack_parts
 from composer_speedups.packed_encoder import PackedAttention, PackedEncoder, for_compiled
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
@@ -32,12 +32,8 @@ _REACH = 64  # distances are known up to a multiple of it: what is multiplied wi
 
 def pack_deberta(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
     """Let `encoder`, and the head of `owner` where one works on packed tokens, do so; return its attention layers."""
-    mix_in(_Encoder, encoder)
     mix_in(_Stack, encoder.encoder)
-    pack_masked_head(encoder, owner)
-    for layer in encoder.encoder.layer:
-        mix_in(_Attention, layer.attention.self)
-    return len(encoder.encoder.layer)
+    return pack_parts(encoder, owner, _Encoder, _Attention)
 
 
 class _Encoder(PackedEncoder):

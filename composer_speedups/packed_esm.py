@@ -15,22 +15,17 @@ import torch
 
 from composer_speedups.kernels.rotary import rotary, serves
 from composer_speedups.kernels.tensors import shape_only
-from composer_speedups.packed_bert import PackedBert, pack_masked_head
+from composer_speedups.packed_bert import PackedBert, pack_parts
 from composer_speedups.packed_encoder import PackedAttention
 from composer_speedups.packed_modernbert import Rotations, turned
 from composer_speedups.packing import Packing
-from composer_speedups.surgery import mix_in
 
 __all__ = ["esm_rotations", "esm_turned", "pack_esm", "turns_alike"]
 
 
 def pack_esm(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
     """Let `encoder`, and the head of `owner` where one works on packed tokens, do so; return its attention layers."""
-    mix_in(_Encoder, encoder)
-    for layer in encoder.encoder.layer:
-        mix_in(_Attention, layer.attention.self)
-    pack_masked_head(encoder, owner)
-    return len(encoder.encoder.layer)
+    return pack_parts(encoder, owner, _Encoder, _Attention)
 
 
 def turns_alike(encoder: torch.nn.Module) -> bool:
@@ -43,7 +38,7 @@ def turns_alike(encoder: torch.nn.Module) -> bool:
     return all(torch.equal(own[0], other) for other in own[1:])
 
 
-def esm_rotations(attention: torch.nn.Module, like: torch.Tensor, length: int) -> Rotations | None:
+def esm_rotations(attention: torch.nn.Module, like: torch.Tensor, length: int) -> Rotations:
     """Cosine and sine, [1, length, width of a head], of an attention that has its own (transformers 4.53).
 
     As its own code makes them: in the dtype of its frequencies, of which a model that is bfloat16 itself has few bits.

@@ -19,7 +19,7 @@ from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.disentangled import Places, in_c
 from composer_speedups.kernels.distance_bias import distance_biased_attention, padded_bias
 from composer_speedups.kernels.tensors import compute_dtype
-from composer_speedups.packed_bert import PackedBert, pack_masked_head
+from composer_speedups.packed_bert import PackedBert, pack_parts
 from composer_speedups.packed_encoder import PackedAttention, compiled
 from composer_speedups.packing import Packing
 from composer_speedups.surgery import mix_in
@@ -33,12 +33,8 @@ _REACH = 64  # distances are known up to a multiple of it: so there are few list
 
 def pack_mpnet(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
     """Let `encoder`, and the head of `owner` where one works on packed tokens, do so; return its attention layers."""
-    mix_in(_Encoder, encoder)
     mix_in(_Stack, encoder.encoder)
-    pack_masked_head(encoder, owner)
-    for layer in encoder.encoder.layer:
-        mix_in(_Attention, layer.attention.attn)
-    return len(encoder.encoder.layer)
+    return pack_parts(encoder, owner, _Encoder, _Attention)
 
 
 class _Encoder(PackedBert):

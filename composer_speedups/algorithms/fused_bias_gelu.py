@@ -99,7 +99,7 @@ class FusedBiasGELU(SpeedUp):
             logger,
             count,
             nothing,
-            already=having(state.model, _FusedIntermediate, _FusedEsm, _FusedFeedForward),
+            already=having(state.model, _FusedIntermediate, _FusedFeedForward),
             left_alone=len(others),
             kernel=by,
         )
@@ -200,12 +200,10 @@ class _FusedIntermediate:
         return super().forward(hidden_states) if out is None else out
 
 
-class _FusedEsm:
+class _FusedEsm(_FusedIntermediate):
     """Mixed into `EsmIntermediate`, whose activation is a function."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        out = _by_kernel(self.dense, F.gelu, hidden_states)
-        return super().forward(hidden_states) if out is None else out
+    intermediate_act_fn = staticmethod(F.gelu)
 
 
 class _FusedFeedForward:

@@ -28,9 +28,9 @@ __all__ = [
     "Source",
     "build_empty_model",
     "build_model",
+    "end_of",
     "entries",
     "load_config",
-    "end_of",
     "load_tokenizer",
     "positions",
     "resolve",
@@ -172,7 +172,8 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
     tokenizer = _load(source, AutoTokenizer.from_pretrained, " and the tokenizer beside it", use_fast=True)
     missing = [n for n in ("pad_token", "cls_token") if getattr(tokenizer, n, None) is None]
-    missing += [] if end_of(tokenizer) is not None else ["sep_token"]
+    if end_of(tokenizer) is None:
+        missing.append("sep_token")
     if missing:
         raise TaskError(
             f"the tokenizer of model {source.name!r} has no {' and '.join(missing)}: choose a BERT-like encoder"
