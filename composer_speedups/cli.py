@@ -161,7 +161,9 @@ def recipes(
 ) -> None:
     """List the recipes, or print one resolved: every value with the file and line that it came from."""
     from composer_speedups.errors import RecipeError
-    from composer_speedups.recipes import list_recipes, load_recipe, suite_names
+    from composer_speedups.recipe_files import suite_names
+    from composer_speedups.recipes import load_recipe
+    from composer_speedups.suites import list_recipes
 
     if name is not None:
         if "=" in name and not os.path.exists(name):

@@ -342,7 +342,7 @@ def _config(model: str) -> Any:
     from transformers import AutoConfig
 
     from composer_speedups.tasks.known_models import known
-    from composer_speedups.tasks.models import load_config, resolve
+    from composer_speedups.tasks.model_sources import load_config, resolve
     from composer_speedups.tasks.spec import ModelSpec
 
     # The sizes of well-known models are known here: no need to ask the hub, and no word about missing weights.

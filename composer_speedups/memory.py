@@ -30,7 +30,7 @@ from composer_speedups import cgroup
 from composer_speedups.memory_meters import OperationMeter, SavedForBackward, tensor_bytes
 from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes, sizes
 from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes, check_combination
-from composer_speedups.tasks import models
+from composer_speedups.tasks import model_sources, models
 from composer_speedups.tasks.task import DEFAULT_VOCABULARY
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class _Wrapped(ComposerModel):
 class _Shape:
     """The little of a `Task` that decides the size of its model."""
 
-    source: models.Source
+    source: model_sources.Source
     vocabulary: int
     max_length: int
     objective: str
@@ -249,10 +249,10 @@ class _Shape:
 
 def _shape(recipe: Recipe, length: int) -> _Shape:
     task, spec = recipe.task, recipe.model
-    source = models.resolve(spec)
+    source = model_sources.resolve(spec)
     if source.tokenizer or task.name == "dummy":
         size = task.vocabulary if task.name == "dummy" else None
-        vocabulary = size or spec.config.get("vocab_size") or models.load_config(source).vocab_size
+        vocabulary = size or spec.config.get("vocab_size") or model_sources.load_config(source).vocab_size
     else:
         vocabulary = task.vocabulary or DEFAULT_VOCABULARY
     count = task.num_labels if task.name == "dummy" else 2 if task.name == "imdb" else _LABELS

@@ -14,7 +14,8 @@ import yaml
 
 import composer_speedups
 from composer_speedups import cli, registry
-from composer_speedups.recipes import load_recipe, recipe_names, suite_names
+from composer_speedups.recipe_files import recipe_names, suite_names
+from composer_speedups.recipes import load_recipe
 
 
 @pytest.fixture

@@ -41,7 +41,8 @@ from contract import (
 import composer_speedups
 from composer_speedups import registry
 from composer_speedups.errors import ConflictError, RecipeError, SpeedUpUnavailable
-from composer_speedups.recipes import load_recipe, recipe_names
+from composer_speedups.recipe_files import recipe_names
+from composer_speedups.recipes import load_recipe
 from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,8 @@ import pytest
 
 from composer_speedups.ablation.tables import cell, csv_table
 from composer_speedups.errors import RecipeError
-from composer_speedups.recipes import load_recipe, load_suite
+from composer_speedups.recipes import load_recipe
+from composer_speedups.suites import load_suite
 
 ACCUMULATED, CHECKPOINTED = 1, {"gradient_checkpointing": {}}
 FP16, EIGHT = {"mixed_precision": {"dtype": "fp16"}}, {"adamw_8bit": {"embeddings_32bit": False}}

@@ -6,11 +6,8 @@ import pytest
 import yaml
 from refusals import refusal
 
-from composer_speedups.recipes import (
-    load_recipe,
-    load_recipes,
-    load_suite,
-)
+from composer_speedups.recipes import load_recipe, load_recipes
+from composer_speedups.suites import load_suite
 
 # --- key=value ---------------------------------------------------------------------------------------------------
 

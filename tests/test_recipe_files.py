@@ -12,12 +12,9 @@ import yaml
 from refusals import refusal
 
 from composer_speedups.errors import RecipeError
-from composer_speedups.recipes import (
-    Recipe,
-    load_recipe,
-    load_suite,
-    recipe_names,
-)
+from composer_speedups.recipe_files import recipe_names
+from composer_speedups.recipes import Recipe, load_recipe
+from composer_speedups.suites import load_suite
 
 ROOT = Path(__file__).resolve().parents[1] / "recipes"
 

@@ -20,7 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from composer_speedups.errors import RecipeError
-from composer_speedups.recipes import load_recipe, load_suite, recipe_names, suite_names
+from composer_speedups.recipe_files import recipe_names, suite_names
+from composer_speedups.recipes import load_recipe
+from composer_speedups.suites import load_suite
 
 ROOT = Path(__file__).parents[1] / "recipes"
 TEXTS = [(ROOT / f"{name}.yaml").read_text() for name in recipe_names()]

@@ -13,16 +13,10 @@ from refusals import refusal
 
 import composer_speedups
 from composer_speedups import registry
+from composer_speedups.recipe_files import recipe_names, suite_names
 from composer_speedups.recipe_schema import LOGGERS
-from composer_speedups.recipes import (
-    SUITE_SECTIONS,
-    list_recipes,
-    load_recipe,
-    load_recipes,
-    load_suite,
-    recipe_names,
-    suite_names,
-)
+from composer_speedups.recipes import load_recipe, load_recipes
+from composer_speedups.suites import SUITE_SECTIONS, list_recipes, load_suite
 
 ROOT = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -149,7 +143,8 @@ def test_demo_downloads_nothing_but_a_model_and_scales_down_on_a_cpu() -> None:
 def test_lists_quickly_without_torch() -> None:
     code = (
         "import sys\n"
-        "from composer_speedups.recipes import list_recipes, load_recipe\n"
+        "from composer_speedups.recipes import load_recipe\n"
+        "from composer_speedups.suites import list_recipes\n"
         "assert len(list_recipes()) >= 19\n"
         "load_recipe('finetune/fp32', ['batch_size=3'], check_arguments=False)\n"
         "print([m for m in ('torch', 'composer', 'transformers', 'numpy') if m in sys.modules])"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from composer_speedups.errors import UserError
-from composer_speedups.recipes import NOT_INHERITED, load_recipe
+from composer_speedups.recipe_files import NOT_INHERITED
+from composer_speedups.recipes import load_recipe
 from composer_speedups.tuning.written import write_recipe
 
 

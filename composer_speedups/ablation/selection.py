@@ -22,7 +22,9 @@ _PADDING = ("padding", "pad_to_multiple_of")
 def load_rows(what: list[str]) -> tuple[str, list[Recipe], str]:
     """Name, recipes and baseline of what was asked for: one suite, or recipes."""
     from composer_speedups import hardware
-    from composer_speedups.recipes import load_recipes, load_suite, suite_names
+    from composer_speedups.recipe_files import suite_names
+    from composer_speedups.recipes import load_recipes
+    from composer_speedups.suites import load_suite
 
     overrides = overrides_in(what)
     names = [word for word in what if "=" not in word]
@@ -104,7 +106,7 @@ def _is_suite_file(name: str) -> bool:
     if path.suffix not in (".yaml", ".yml") or not os.path.isfile(path):
         return False
     from composer_speedups.recipe_yaml import read_file
-    from composer_speedups.recipes import SUITE_SECTIONS
+    from composer_speedups.suites import SUITE_SECTIONS
 
     value = read_file(path, str(path)).value
     sections = [value, *(value[k].value for k in SUITE_SECTIONS if k in value)] if isinstance(value, dict) else []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from composer_speedups.errors import TaskError
-from composer_speedups.tasks import models, wordpiece
+from composer_speedups.tasks import model_sources, wordpiece
 from composer_speedups.tasks.data import TokenDataset
 from composer_speedups.tasks.spec import ModelSpec, TaskSpec
 
@@ -21,7 +21,7 @@ _SHORTEST = 3  # [CLS], one token, [SEP]
 
 
 def build(
-    spec: TaskSpec, source: models.Source, model: ModelSpec
+    spec: TaskSpec, source: model_sources.Source, model: ModelSpec
 ) -> tuple[PreTrainedTokenizerFast, TokenDataset, TokenDataset]:
     """Tokenizer, training and evaluation samples, the same for the same `spec.data_seed`.
 
@@ -29,16 +29,16 @@ def build(
     Ids are uniform in `lowest_token` .. `vocabulary` - 1, special ids left out; labels are uniform.
     """
     if source.tokenizer:
-        tokenizer = models.load_tokenizer(source)
+        tokenizer = model_sources.load_tokenizer(source)
         size = spec.vocabulary or len(tokenizer)
     else:
-        size = spec.vocabulary or int(model.config.get("vocab_size") or models.entries(source))
+        size = spec.vocabulary or int(model.config.get("vocab_size") or model_sources.entries(source))
         tokenizer = _placeholder(size, spec.max_length)
     ids = np.setdiff1d(np.arange(spec.lowest_token, size), tokenizer.all_special_ids)
     if len(ids) < 2:
         raise TaskError(f"task.lowest_token {spec.lowest_token} leaves no ids below {size:,}: lower it")
     random = np.random.Generator(np.random.Philox(spec.data_seed))
-    ends = tokenizer.cls_token_id, models.end_of(tokenizer)
+    ends = tokenizer.cls_token_id, model_sources.end_of(tokenizer)
     parts = [_part(n or _DEFAULT_SAMPLES, spec, ids, ends, random) for n in (spec.train_samples, spec.eval_samples)]
     return tokenizer, parts[0], parts[1]
 

@@ -9,7 +9,7 @@ from composer_speedups.errors import TaskError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from composer_speedups.tasks.models import Source
+    from composer_speedups.tasks.model_sources import Source
     from composer_speedups.tasks.task import Task
 
 __all__ = ["check_encoder", "check_first_batch"]

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import json
 import os
 import re
 import stat
 from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from composer_speedups.errors import TaskError
+from composer_speedups.tasks.records import TABLES, as_text, records, text_of, unreadable
 from composer_speedups.tasks.texts import Texts
 
-__all__ = ["about_rows", "as_class", "fingerprint", "read", "sources"]
+__all__ = ["about_rows", "fingerprint", "read", "sources"]
 
 Part = Literal["train", "evaluation"]
 # text, label (None where none is asked for), part (None where the data does not say)
 Row = tuple[str, str | None, Part | None]
 
-_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _TRAIN = {"train", "training"}
 _EVALUATION = {"test", "eval", "evaluation", "validation", "valid", "val", "dev"}
 _MOST_LABELS = 1000
 _BEGINNING = 2**20
-_WHOLE = re.compile(r"(-?\d+)\.0+")
 
 
 def fingerprint(path: str, key: str = "task.path") -> list[list[str | int]]:
@@ -37,13 +33,13 @@ def fingerprint(path: str, key: str = "task.path") -> list[list[str | int]]:
         files = [root] if root.is_file() else [f for f in _inside(root) if os.path.isfile(f)]
         return [[str(f), (found := f.stat()).st_size, found.st_mtime_ns] for f in files]
     except OSError as error:
-        raise _unreadable(root, error) from error
+        raise unreadable(root, error) from error
 
 
 def sources(folder: Path) -> list[Path]:
     """The files of `folder` that `read` reads: its tables, or if there are none the documents of its class folders."""
     inside = _inside(folder)
-    tables = [f for f in inside if f.suffix.lower() in _TABLES and os.path.isfile(f)]
+    tables = [f for f in inside if f.suffix.lower() in TABLES and os.path.isfile(f)]
     return tables or [
         f for f in inside if f.suffix == ".txt" and len(f.relative_to(folder).parts) >= 2 and os.path.isfile(f)
     ]
@@ -183,13 +179,13 @@ def _rows(path: Path, text: str, label: str | None, split: str | None) -> Iterat
     try:
         found = sources(path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if not found:
         raise TaskError(
-            f"folder {str(path)!r} holds neither {', '.join(_TABLES)} files nor class folders with .txt files: "
+            f"folder {str(path)!r} holds neither {', '.join(TABLES)} files nor class folders with .txt files: "
             "give the folder that does"
         )
-    if found[0].suffix.lower() in _TABLES:
+    if found[0].suffix.lower() in TABLES:
         for file in found:
             part = _part(file.relative_to(path).parts)
             if part != "unlabelled":
@@ -205,7 +201,7 @@ def _rows(path: Path, text: str, label: str | None, split: str | None) -> Iterat
         name = folders[-1]
         if name.lower() in _TRAIN | _EVALUATION:  # a file about the split itself, such as aclImdb's url lists
             continue
-        yield _text_of(file), name, None if part == "unlabelled" else part
+        yield text_of(file), name, None if part == "unlabelled" else part
 
 
 def _part(names: tuple[str, ...]) -> Part | Literal["unlabelled"] | None:
@@ -225,150 +221,16 @@ def _part(names: tuple[str, ...]) -> Part | Literal["unlabelled"] | None:
 
 def _table(file: Path, text: str, label: str | None, split: str | None, part: Part | None) -> Iterator[Row]:
     columns = [text, *([label] if label else []), *([split] if split else [])]
-    for number, row in _records(file, columns):
+    for number, row in records(file, columns):
         if split is not None:
-            word = _as_text(row[split], file, number, "split_column", split).strip().lower()
+            word = as_text(row[split], file, number, "split_column", split).strip().lower()
             if word not in _TRAIN | _EVALUATION:
                 raise TaskError(
                     f"{str(file)!r}: column {split!r} says {row[split]!r}; it must say train, or test, eval, validation"
                 )
             part = "train" if word in _TRAIN else "evaluation"
-        name = _as_text(row[label], file, number, "label_column", label) if label else None
-        yield _as_text(row[text], file, number, "text_column", text), name, part
-
-
-def as_class(label: str) -> str:
-    """The class that a table's label means: pandas writes 1.0 for 1 into a column where one is missing.
-
-    >>> as_class("1.0"), as_class("1.5"), as_class("v1.0")
-    ('1', '1.5', 'v1.0')
-    """
-    whole = _WHOLE.fullmatch(label)
-    return whole[1] if whole else label
-
-
-def _as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
-    """What a cell says; empty where it is missing. Python's way to write bytes or a list is nobody's text or label."""
-    if type(value) is str:
-        return as_class(value) if key == "label_column" and file.suffix.lower() in (".csv", ".tsv") else value
-    if value is None or value != value:  # NaN is how pandas writes what is missing
-        return ""
-    place = f"{str(file)!r} {'row' if file.suffix.lower() == '.parquet' else 'line'} {number}: column {column!r}"
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError as error:
-            raise TaskError(
-                f"{place} is no UTF-8 ({error.reason} at byte {error.start}): write it as UTF-8, or name another "
-                f"task.{key}"
-            ) from error
-    if isinstance(value, (list, tuple, dict)):
-        wanted = "one text" if key == "text_column" else "one word or number"
-        raise TaskError(
-            f"{place} holds a {type(value).__name__}, not {wanted}: write {wanted} there, or name another task.{key}"
-        )
-    if key == "label_column" and isinstance(value, (float, Decimal)) and value % 1 == 0:
-        return str(int(value))  # as `as_class` does
-    return str(value)
-
-
-def _records(file: Path, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows by their line, or in Parquet by their number from 1."""
-    kind = file.suffix.lower()
-    if kind == ".parquet":
-        yield from enumerate(_parquet(file, columns), 1)
-    elif kind in (".csv", ".tsv"):
-        csv.field_size_limit(2**31 - 1)  # the default refuses texts beyond 128 KiB
-        with _open(file) as stream:
-            try:
-                reader = csv.DictReader(stream, delimiter="\t" if kind == ".tsv" else ",", strict=True)
-                names = reader.fieldnames or []
-                _need(file, columns, names)
-                for name in columns:
-                    if names.count(name) > 1:
-                        raise TaskError(f"{str(file)!r} has more than one column {name!r}: rename all but one")
-                for row in reader:
-                    if None in row:  # fields beyond the header: a comma in a text would give the rest as its label
-                        raise TaskError(
-                            f"{str(file)!r} line {reader.line_num} has {len(names) + len(row[None])} fields, the "
-                            f"header {len(names)}: put texts that hold the separator into double quotes"
-                        )
-                    yield reader.line_num, row
-            except csv.Error as error:
-                raise TaskError(f"{str(file)!r} is no valid {kind[1:]} (line {reader.line_num}): {error}") from error
-            except UnicodeDecodeError as error:
-                raise _no_utf8(file, error) from error
-    elif kind in (".jsonl", ".ndjson"):
-        with _open(file) as stream:
-            try:
-                for number, line in enumerate(stream, 1):
-                    if not line.strip():
-                        continue
-                    try:
-                        row = json.loads(line)
-                    except (ValueError, RecursionError) as error:
-                        raise TaskError(f"{str(file)!r} line {number} is no JSON: {error}") from error
-                    if not isinstance(row, dict):
-                        raise TaskError(f"{str(file)!r} line {number} is no JSON object: give one object per line")
-                    _need(file, columns, list(row), number)
-                    yield number, row
-            except UnicodeDecodeError as error:
-                raise _no_utf8(file, error) from error
-    else:
-        raise TaskError(
-            f"{str(file)!r}: cannot read {kind or 'a file without extension'}; known are {', '.join(_TABLES)}"
-        )
-
-
-def _parquet(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        _need(file, columns, table.schema_arrow.names)
-        for batch in table.iter_batches(columns=columns):
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise TaskError(f"{str(file)!r} cannot be read as parquet: {str(error).splitlines()[0]}") from error
-    except UnicodeDecodeError as error:  # a column of strings that another writer did not check
-        raise _no_utf8(file, error) from error
-
-
-def _need(file: Path, wanted: list[str], there: list[str], line: int | None = None) -> None:
-    for column in wanted:
-        if column not in there:
-            place = f"{str(file)!r}" + (f" line {line}" if line else "")
-            remedy = "Set task.text_column, task.label_column or task.split_column"
-            if file.suffix.lower() in (".csv", ".tsv") and len(there) == 1 and re.search("[;,\t|]", there[0]):
-                remedy = "Columns of a csv are separated by commas, of a tsv by tabs: convert it"
-            raise TaskError(
-                f"{place} has no column {column!r}: it has {', '.join(map(repr, there)) or 'none'}. {remedy}"
-            )
-
-
-def _open(file: Path):
-    try:
-        return file.open(encoding="utf-8-sig", newline="")
-    except OSError as error:
-        raise _unreadable(file, error) from error
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _no_utf8(file, error) from error
-    except OSError as error:
-        raise _unreadable(file, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> TaskError:
-    return TaskError(f"{str(error.filename or path)!r} cannot be read: {error.strerror}")
-
-
-def _no_utf8(file: Path, error: UnicodeDecodeError) -> TaskError:
-    return TaskError(f"{str(file)!r} is no UTF-8 ({error.reason} at byte {error.start}): convert it, as with iconv")
+        name = as_text(row[label], file, number, "label_column", label) if label else None
+        yield as_text(row[text], file, number, "text_column", text), name, part
 
 
 def _clean(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from composer_speedups.tasks.files import as_class
+from composer_speedups.tasks.records import as_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

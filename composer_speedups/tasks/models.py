@@ -4,200 +4,28 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import TaskError, is_out_of_memory
-from composer_speedups.tasks import hub, tokenizer_files
 from composer_speedups.tasks.encoders import check_encoder, check_first_batch
-from composer_speedups.tasks.known_models import KNOWN, OWNERS, described, known
+from composer_speedups.tasks.model_sources import end_of, first_line, is_folder, load_config, load_from
 from composer_speedups.tasks.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from composer_speedups.tasks.task import Task
 
-__all__ = [
-    "Source",
-    "build_empty_model",
-    "build_model",
-    "end_of",
-    "entries",
-    "load_config",
-    "load_tokenizer",
-    "positions",
-    "resolve",
-    "unused_weights",
-]
+__all__ = ["build_empty_model", "build_model", "positions"]
 
 log = logging.getLogger("composer_speedups")
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Sizes grow by this: tensor cores want matrices whose sides are multiples of 8 in 16-bit types.
 _VOCABULARY_MULTIPLE = 8
 _SIZES = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where model, tokenizer and configuration come from: `location` is a folder or hub name, None the table above."""
-
-    name: str
-    location: str | None
-    pretrained: bool
-    tokenizer: bool
-    local_only: bool
-    note: str | None = None
-
-
-def resolve(spec: ModelSpec, progress: Callable[[str], None] | None = None) -> Source:
-    """Decide where the model comes from; one clear `TaskError`, within seconds, if it cannot be had."""
-    folder = Path(os.path.expanduser(spec.name))  # a home that nobody has stays as it is, and is not there
-    if os.path.isdir(folder):
-        return _from_folder(spec, folder)
-    if not _HUB_NAME.fullmatch(spec.name) or os.path.exists(folder):
-        raise TaskError(
-            f"model folder {spec.name!r} is not there or is no folder (seen from {str(Path.cwd())!r}): give a "
-            "folder with config.json and weights, or a hub name such as bert-base-uncased"
-        )
-    architecture = known(spec.name)
-    if spec.pretrained is False and architecture is not None:
-        return Source(spec.name, None, pretrained=False, tokenizer=False, local_only=True)
-    return _from_hub(spec, architecture is not None, progress)
-
-
-def _from_folder(spec: ModelSpec, folder: Path) -> Source:
-    try:
-        there = (folder / "config.json").is_file()
-    except OSError as error:
-        raise TaskError(f"model folder {spec.name!r} cannot be read: {error.strerror}") from error
-    if not there:
-        raise TaskError(f"model folder {spec.name!r} has no config.json: give a folder that save_pretrained wrote")
-    weights = _has_weights(folder)
-    if spec.pretrained is True and not weights:
-        raise TaskError(
-            f"model folder {spec.name!r} has no weights ({_WEIGHTS[0]}): add them, or set model.pretrained: false"
-        )
-    pretrained = weights and spec.pretrained is not False
-    tokenizer, lack = tokenizer_files.found(lambda name: (folder / name).is_file())
-    if pretrained and not tokenizer:
-        raise TaskError(
-            f"model folder {spec.name!r} has weights but no tokenizer ({', '.join(tokenizer_files.PLAIN[:2])}): add "
-            "the one that the weights were trained with, or set model.pretrained: false"
-        )
-    if lack is not None:
-        raise TaskError(f"model folder {spec.name!r} has a SentencePiece tokenizer, which cannot be read here: {lack}")
-    note = None
-    if spec.pretrained == "auto" and not weights:
-        note = f"model folder {spec.name!r} has no weights: training starts from random ones"
-        log.warning("%s", note)
-    return Source(spec.name, str(folder), pretrained, tokenizer, local_only=True, note=note)
-
-
-def _has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _WEIGHTS)
-
-
-def unused_weights(spec: ModelSpec, source: Source) -> str | None:
-    """What to tell someone whose folder has weights that the recipe, perhaps unseen, does without; None if not so."""
-    if spec.pretrained is not False or not _is_folder(source) or not _has_weights(Path(source.location or "")):
-        return None
-    return f"{spec.name} has weights, and model.pretrained is false: they are not used; set model.pretrained=true"
-
-
-def _is_folder(source: Source) -> bool:
-    return source.location is not None and os.path.isdir(source.location)
-
-
-def _from_hub(spec: ModelSpec, is_known: bool, progress: Callable[[str], None] | None) -> Source:
-    wants_weights, unread = spec.pretrained is not False, None
-    for name in (spec.name, *(f"{owner}/{spec.name}" for owner in OWNERS if f"{owner}/{spec.name}" in KNOWN)):
-        parts = [("config.json",), tokenizer_files.ANY, *([_WEIGHTS] if wants_weights else [])]
-        if all(any(hub.cached_file(name, file) for file in part) for part in parts):
-            _, unread = tokenizer_files.found(partial(hub.cached_file, name))
-            if unread is None:
-                return Source(spec.name, name, wants_weights, True, local_only=True)  # no need to ask anybody
-    why = hub.unreachable()
-    if why is not None and unread is not None:
-        why = f"its SentencePiece tokenizer, which is in the cache, cannot be read: {unread}"
-    if why is None:
-        if progress is not None:
-            progress(f"fetching {spec.name} from the Hugging Face hub")
-        return Source(spec.name, spec.name, wants_weights, True, local_only=False)
-    if is_known and spec.pretrained == "auto":
-        note = (
-            f"no pretrained weights of {spec.name!r} here ({why}): training starts from random ones, "
-            "with a tokenizer trained on the task's texts"
-        )
-        log.warning("%s", note)
-        return Source(spec.name, None, pretrained=False, tokenizer=False, local_only=True, note=note)
-    ways = "set model.name to a local model folder"
-    ways += ", or model.pretrained: false" if is_known else ", or to a model known here (such as bert-base-uncased)"
-    raise TaskError(f"model {spec.name!r} is neither in the local cache nor to be had from the hub ({why}): {ways}")
-
-
-def load_config(source: Source) -> PretrainedConfig:
-    """The configuration as the source has it, before the recipe's changes."""
-    from transformers import AutoConfig
-
-    if source.location is None:
-        found = known(source.name)
-        assert found is not None
-        return AutoConfig.for_model(found[0], **found[1])
-    config = _load(source, AutoConfig.from_pretrained)
-    if _is_folder(source) and "model_type" not in described(str(source.location)):
-        # transformers 4 has then taken one whose name happens to occur in the folder's path.
-        raise TaskError(f"model {source.name!r} cannot be loaded: add its model_type to {source.location}/config.json")
-    return config
-
-
-def entries(source: Source) -> int:
-    """How many entries the vocabulary of the source's model has."""
-    config = load_config(source)
-    check_encoder(source, config)
-    return config.vocab_size
-
-
-def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The source's own tokenizer: a fast one, or where its family has none (ESM), the one in Python."""
-    from transformers import AutoTokenizer
-
-    tokenizer = _load(source, AutoTokenizer.from_pretrained, " and the tokenizer beside it", use_fast=True)
-    missing = [n for n in ("pad_token", "cls_token") if getattr(tokenizer, n, None) is None]
-    if end_of(tokenizer) is None:
-        missing.append("sep_token")
-    if missing:
-        raise TaskError(
-            f"the tokenizer of model {source.name!r} has no {' and '.join(missing)}: choose a BERT-like encoder"
-        )
-    return tokenizer
-
-
-def end_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of the token that ends a text: BERT's separator, or where there is none (ESM) the end itself."""
-    return tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
-
-
-def _load(source: Source, loader: Callable[..., Any], beside: str = "", **kwargs: Any) -> Any:
-    try:
-        return loader(source.location, local_files_only=source.local_only, trust_remote_code=False, **kwargs)
-    except Exception as error:  # what a broken file raises depends on the reader: json, safetensors, tokenizers, ...
-        hint = "check the name, or give the path of a local model folder"
-        if _is_folder(source):
-            hint = f"check {source.location}/config.json{beside}"
-        if "sentencepiece" in str(error).lower() and (lack := tokenizer_files.lack()) is not None:
-            hint = lack
-        if "trust_remote_code" in str(error):
-            hint = "it needs code from the hub, which is never run here: choose another model"
-        raise TaskError(f"model {source.name!r} cannot be loaded ({_first_line(error)}): {hint}") from error
 
 
 def build_model(spec: ModelSpec, task: Task, *, seed: int | None = None) -> PreTrainedModel:
@@ -322,7 +150,7 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
     try:
         setattr(config, name, value)
     except Exception as error:  # transformers 5 looks at what it is given, by a validator of its own
-        raise TaskError(f"model.config.{name} cannot be {value!r} ({_first_line(error)}): leave it out") from error
+        raise TaskError(f"model.config.{name} cannot be {value!r} ({first_line(error)}): leave it out") from error
 
 
 def _has_sdpa(kind: Any, config: PretrainedConfig) -> bool:
@@ -347,7 +175,7 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
         if task.source.pretrained:
             # A checkpoint's own head may have another number of classes: then a new one, but nothing else, is made.
             beside = " and the weights beside it" + (", and model.config" if spec.config else "")
-            model, loading = _load(
+            model, loading = load_from(
                 task.source, kind.from_pretrained, beside, config=config, output_loading_info=True,
                 ignore_mismatched_sizes=True, **attention,
             )  # fmt: skip
@@ -364,10 +192,10 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
         except Exception as error:  # whatever the model's code makes of impossible values
             if is_out_of_memory(error):
                 raise
-            places = ["model.config"] if spec.config or not _is_folder(task.source) else []
-            places += [f"{task.source.location}/config.json"] if _is_folder(task.source) else []
+            places = ["model.config"] if spec.config or not is_folder(task.source) else []
+            places += [f"{task.source.location}/config.json"] if is_folder(task.source) else []
             raise TaskError(
-                f"model {spec.name!r} cannot be built for {task.objective} ({_first_line(error)}): "
+                f"model {spec.name!r} cannot be built for {task.objective} ({first_line(error)}): "
                 f"check {' and '.join(places)}"
             ) from error
 
@@ -407,8 +235,3 @@ def _quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
         if bars:
             hf_logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from composer_speedups.errors import TaskError
-from composer_speedups.tasks import docstrings, dummy, files, imdb, models, wordpiece
+from composer_speedups.tasks import docstrings, dummy, files, imdb, model_sources, wordpiece
 from composer_speedups.tasks.cache import cached, digest
 from composer_speedups.tasks.data import Lengths, MaskCollator, PadCollator, TokenDataset
 from composer_speedups.tasks.spec import ModelSpec, TaskSpec
@@ -63,7 +63,7 @@ class Task:
     vocabulary: int
     max_length: int
     lengths: Lengths
-    source: models.Source
+    source: model_sources.Source
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -83,8 +83,8 @@ def build_task(spec: TaskSpec, model: ModelSpec, *, seed: int, progress: Callabl
     several seeds share their data. `progress` is called with short lines while anything slow is done.
     """
     say = progress or (lambda line: log.info("%s", line))
-    source = models.resolve(model, say)
-    if (unused := models.unused_weights(model, source)) is not None:
+    source = model_sources.resolve(model, say)
+    if (unused := model_sources.unused_weights(model, source)) is not None:
         log.warning("%s", unused)
     notes = [source.note] if source.note else []
     if spec.name == "dummy":
@@ -154,9 +154,9 @@ class _Raw:
         )  # fmt: skip
 
 
-def _tokenizer(spec: TaskSpec, source: models.Source, raw: _Raw) -> PreTrainedTokenizerBase:
+def _tokenizer(spec: TaskSpec, source: model_sources.Source, raw: _Raw) -> PreTrainedTokenizerBase:
     if source.tokenizer:
-        return models.load_tokenizer(source)
+        return model_sources.load_tokenizer(source)
     size = spec.vocabulary or DEFAULT_VOCABULARY
 
     def train(folder: Path) -> None:
@@ -186,7 +186,7 @@ class _About:
         return cls(**json.loads((folder / "about.json").read_text()))
 
 
-def _tokenised(spec: TaskSpec, source: models.Source, tokenizer: PreTrainedTokenizerBase, raw: _Raw) -> Path:
+def _tokenised(spec: TaskSpec, source: model_sources.Source, tokenizer: PreTrainedTokenizerBase, raw: _Raw) -> Path:
     def build(folder: Path) -> None:
         texts = raw.texts()
         notes = list(texts.notes)

@@ -45,7 +45,8 @@ def tune_rows(
     The tuned recipes are files in `folder`; those that are there already are not made again. What cannot run on this
     machine, or fits in no batch, stays as it is: the study says why.
     """
-    from composer_speedups.recipes import load_recipe, recipe_names
+    from composer_speedups.recipe_files import recipe_names
+    from composer_speedups.recipes import load_recipe
 
     console = console or Console()
     names = {recipe.name for recipe in recipes}

@@ -18,7 +18,8 @@ from composer_speedups.ablation import study, work
 from composer_speedups.ablation.selection import check_trainings
 from composer_speedups.ablation.store import Store
 from composer_speedups.cli import main
-from composer_speedups.recipes import SUITE_SECTIONS, load_suite, suite_names
+from composer_speedups.recipe_files import suite_names
+from composer_speedups.suites import SUITE_SECTIONS, load_suite
 
 
 @pytest.fixture(autouse=True)

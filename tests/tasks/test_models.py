@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from composer_speedups.errors import TaskError
-from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task, hub, models
+from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task, hub, model_sources, models
 
 TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
 TINY_DISTILBERT = {"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32}
@@ -79,9 +79,9 @@ def test_known_models_are_built_without_the_hub(name: str, objective: str):
 def test_known_models_have_the_size_of_the_originals(name: str, parameters: int):
     from transformers import AutoModel
 
-    source = models.resolve(ModelSpec(name=name, pretrained=False))
+    source = model_sources.resolve(ModelSpec(name=name, pretrained=False))
     with torch.device("meta"):
-        model = AutoModel.from_config(models.load_config(source))
+        model = AutoModel.from_config(model_sources.load_config(source))
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
@@ -170,7 +170,7 @@ def one_line(error) -> str:
 )
 def test_a_model_that_cannot_be_had_is_one_clear_error(spec: ModelSpec, message: str):
     with pytest.raises(TaskError, match=re.escape(message)) as error:
-        models.resolve(spec)
+        model_sources.resolve(spec)
     assert spec.name in one_line(error)
 
 
@@ -354,20 +354,20 @@ def test_a_sentencepiece_model_alone_is_a_tokenizer(deberta: Path, tmp_path: Pat
     assert torch.isfinite(model(**task.collate_train([task.train[i] for i in range(4)])).loss)
     as_in_the_hubs_cache(deberta, tmp_path / "hub")
     for pretrained in (True, "auto"):
-        source = models.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall", pretrained=pretrained))
+        source = model_sources.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall", pretrained=pretrained))
         assert source.pretrained and source.tokenizer and source.local_only and source.note is None
 
 
 def test_what_reads_a_sentencepiece_model_is_named(deberta: Path, tmp_path: Path, monkeypatch, caplog):
-    monkeypatch.setattr(models.tokenizer_files, "_is_installed", lambda module: module != "sentencepiece")
+    monkeypatch.setattr(model_sources.tokenizer_files, "_is_installed", lambda module: module != "sentencepiece")
     said = "SentencePiece tokenizer, which cannot be read here: pip install sentencepiece"
     with pytest.raises(TaskError, match=said) as error:
-        models.resolve(ModelSpec(name=str(deberta), pretrained=True))
+        model_sources.resolve(ModelSpec(name=str(deberta), pretrained=True))
     one_line(error)
     as_in_the_hubs_cache(deberta, tmp_path / "hub")
     with pytest.raises(TaskError, match="in the cache, cannot be read: pip install sentencepiece") as error:
-        models.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall", pretrained=True))
-    source = models.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall"))
+        model_sources.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall", pretrained=True))
+    source = model_sources.resolve(ModelSpec(name="microsoft/deberta-v3-xsmall"))
     assert not source.pretrained and "cannot be read: pip install sentencepiece" in caplog.text
 
 

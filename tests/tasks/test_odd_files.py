@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from composer_speedups.errors import TaskError
-from composer_speedups.tasks import ModelSpec, TaskSpec, build_task, files, models
+from composer_speedups.tasks import ModelSpec, TaskSpec, build_task, files, model_sources
 
 TEXTS = [f"text number {i}" for i in range(30)]
 LABELS = ["good", "bad"] * 15
@@ -174,7 +174,7 @@ def test_what_cannot_be_a_path_is_not_there(path: str) -> None:
     with pytest.raises(TaskError, match="is not there"):
         files.fingerprint(path)
     with pytest.raises(TaskError, match="is not there"):
-        models.resolve(ModelSpec(name=f"./{path}" if path == LONG else path))
+        model_sources.resolve(ModelSpec(name=f"./{path}" if path == LONG else path))
 
 
 def test_what_lies_in_a_folder_that_nobody_may_enter_is_not_there(locked: Path) -> None:
@@ -183,7 +183,7 @@ def test_what_lies_in_a_folder_that_nobody_may_enter_is_not_there(locked: Path) 
     with nobody():
         assert "is not there" in refused(str(locked / "a.jsonl"))
         with pytest.raises(TaskError, match="is not there"):
-            models.resolve(ModelSpec(name=str(locked / "model")))
+            model_sources.resolve(ModelSpec(name=str(locked / "model")))
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o711])
@@ -202,7 +202,7 @@ def test_a_model_folder_that_nobody_may_enter(locked: Path) -> None:
     (locked / "config.json").write_text("{}")
     locked.chmod(0o744)
     with nobody(), pytest.raises(TaskError, match=r"model folder .* cannot be read: Permission denied"):
-        models.resolve(ModelSpec(name=str(locked)))
+        model_sources.resolve(ModelSpec(name=str(locked)))
 
 
 def test_a_named_pipe_is_called_so(tmp_path: Path) -> None:
