@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from composer_speedups.termination import stop_on_termination
+from composer_speedups.verified import NOT_VERIFIED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,11 +86,8 @@ def ablate(
     from composer_speedups.ablation.terminal import make_console, show_findings
     from composer_speedups.errors import UserError
 
-    if ranks > 1 and (verify or tune):
-        option, remedy = (
-            ("--verify", "verify in a study of its own") if verify else ("--tune", "tune first, then --ranks")
-        )
-        raise UserError(f"{option} is about one process, --ranks {ranks} about several: {remedy}")
+    if ranks > 1 and tune:
+        raise UserError(f"--tune is about one process, --ranks {ranks} about several: tune first, then --ranks")
     console = make_console()
     name, recipes, default = load_rows(what)
     chosen = default
@@ -125,20 +124,28 @@ def ablate(
     # What cannot run on this machine would be skipped again.
     if any({*wanted} & {*row["failed"]} for row in result.findings.rows if row["status"] != "skipped"):
         console.print("The same command with --retry makes failed runs again.")
-    late = [row["recipe"] for row in result.findings.rows if verify and row["seeds"] and not row["numerics"]]
-    if late:
-        console.print(
-            f"No numbers were compared of {', '.join(late)}: their first runs were made without --verify. For one: "
-            f"composer-speedups verify {late[0]}",
-            markup=False,
-            soft_wrap=True,
-        )
+    if verify:
+        _say_not_compared(result.findings, console)
     console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
     if result.interrupted:
         console.print("Stopped. The same command goes on from here.", style="yellow")
         raise typer.Exit(130)
     if not any(row["seeds"] for row in result.findings.rows):
         raise typer.Exit(1)
+
+
+def _say_not_compared(findings: Findings, console: Console) -> None:
+    """Which rows have no comparison with float64 though one was asked for, and why."""
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    rows = [row for row in findings.rows if row["seeds"] and not row["numerics"]]
+    failed = {row["recipe"]: w for row in rows for w in row["warnings"] if w.startswith(NOT_VERIFIED)}
+    for name, why in failed.items():
+        say(f"{name}: {why}")
+    if late := [row["recipe"] for row in rows if row["recipe"] not in failed]:
+        say(
+            f"No numbers were compared of {', '.join(late)}: their first runs were made without --verify. For one: "
+            f"composer-speedups verify {late[0]}"
+        )
 
 
 def _seeds(first: int, count: int) -> list[int]:

@@ -1,11 +1,12 @@
-"""What speed-ups of several ranks ask of DDP."""
+"""DDP around a model: what speed-ups ask of it."""
 
 from __future__ import annotations
 
+import torch
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["hook_of", "why_alone"]
+__all__ = ["hook_of", "why_alone", "without_ddp"]
 
 
 def why_alone() -> str | None:
@@ -21,3 +22,8 @@ def why_alone() -> str | None:
 def hook_of(ddp: DistributedDataParallel) -> str:
     """The name of its communication hook, one of Python's or a built-in one; empty if it has none."""
     return str(ddp._get_ddp_logging_data().get("comm_hook") or "")
+
+
+def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside, where Composer has put DDP around it: that one has what speed-ups gave the model's class."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

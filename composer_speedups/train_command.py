@@ -33,6 +33,7 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
     console.print("loading torch and Composer ...", style="dim")
 
     with end_on_termination(), importing():
+        from composer_speedups.everyone import leave_ranks
         from composer_speedups.recipes import check_speedups
         from composer_speedups.training import run  # takes some seconds
     stop_on_termination()
@@ -47,7 +48,7 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
             resume=resume,
             checkpoint_interval=checkpoint_interval,
         )
-    _leave_ranks()
+    leave_ranks()
     if first:
         Console(**plain).print(_summary(result))
         if result.gave_up:
@@ -73,15 +74,6 @@ def _not_saved(recipe: Recipe, result: results.RunResult, save: Path | None) -> 
     folder = save / "checkpoints"
     kept = f"; checkpoints are in {folder}" if any(folder.glob("ep*.pt")) else ""
     return f"No model was saved: {result.reason}: {remedy}{kept}"
-
-
-def _leave_ranks() -> None:
-    """End the process group, if there is one: Gloo's threads may outlive the interpreter, which then aborts."""
-    import torch.distributed
-
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # the others may still ask this rank for something
-        torch.distributed.destroy_process_group()
 
 
 def _plan(recipe: Recipe) -> str:

@@ -19,17 +19,19 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Algorithm, Callback, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
-from composer.utils import reproducibility
+from composer.utils import dist, reproducibility
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from composer_speedups import compat
 from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.batching import sample_lengths
 from composer_speedups.errors import UserError
+from composer_speedups.everyone import everyones
 from composer_speedups.optimizers import describe, is_adamw
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.true_gradients import Gradients, mapped
+from composer_speedups.weighting import of_tokens
 
 __all__ = ["Step", "Texts", "Watch", "one_batch", "part_of", "train"]
 
@@ -48,6 +50,7 @@ class Step:
     weights: dict[str, torch.Tensor]
     loss_scale: float
     precision: compat.Float32Precision
+    share: float = 1.0  # of this rank's part of the batch; `batch` is that part, loss and gradients are of all ranks
     loss: float = 0.0
     finite: bool = True
     found: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -65,6 +68,7 @@ class Watch(Callback):
         names: of the parameters that are trained.
         texts: what the batches are made of.
         every: keep all steps.
+        by_tokens: with one label a token, ranks weigh by their tokens; else, as Composer has it, by their samples.
 
     Attributes:
         kept: the steps.
@@ -76,8 +80,10 @@ class Watch(Callback):
         not_finite: the step at which all was given up, as its gradients were not; 0 if none.
     """
 
-    def __init__(self, names: dict[torch.nn.Parameter, str], texts: Texts, every: bool = False) -> None:
-        self.names, self.texts, self.every = names, texts, every
+    def __init__(
+        self, names: dict[torch.nn.Parameter, str], texts: Texts, every: bool = False, by_tokens: bool = False
+    ) -> None:
+        self.names, self.texts, self.every, self.by_tokens = names, texts, every, by_tokens
         self.kept: list[Step] = []
         self.parts: list[dict[str, torch.Tensor]] = []
         self.after: dict[str, torch.Tensor] = {}
@@ -88,7 +94,7 @@ class Watch(Callback):
         self.overflows, self.not_finite = 0, 0
         self.released: dict[str, torch.Tensor] = {}
         self._step: Step | None = None
-        self._rows = 0
+        self._rows, self._share = 0, 0.0
 
     @property
     def _whole(self) -> bool:
@@ -103,9 +109,20 @@ class Watch(Callback):
             weights={name: _host(p) for p, name in self.names.items()} if self._whole else {},
             loss_scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
             precision=compat.read_float32_precision(),
+            share=self._share_of(state.batch),
         )
         self._rows = _rows(state.batch)
         self.rounded = self._step.precision.matmul != "highest"
+
+    def _share_of(self, batch: Any) -> float:
+        """Of this rank's part in the batch of all."""
+        part = float(_rows(batch))
+        if self.by_tokens and of_tokens(batch) and "attention_mask" in batch:
+            if self._share:  # of the samples that were counted before the first step; the others have other lengths
+                return self._share
+            part = float(batch["attention_mask"].sum())
+        self._share = part / (sum(everyones(part)) or 1.0)
+        return self._share
 
     def before_forward(self, state: State, logger: Logger) -> None:
         self.dtype = low_precision_of(state)
@@ -119,7 +136,10 @@ class Watch(Callback):
         assert self._step is not None
         there = {name: self.released.get(name) if p.grad is None else p.grad for p, name in self.names.items()}
         found = {name: g.detach() for name, g in there.items() if g is not None}
-        self._step.finite = math.isfinite(self._step.loss) and all(bool(g.isfinite().all()) for g in found.values())
+        finite = all(bool(g.isfinite().all()) for g in found.values())
+        told = everyones((self._step.loss * self._step.share, finite))
+        self._step.loss = sum(loss for loss, _ in told)
+        self._step.finite = math.isfinite(self._step.loss) and all(finite for _, finite in told)
         self._step.part = {name: part_of(g) for name, g in found.items()}
         self._step.found = {name: _host(g) for name, g in found.items()} if self._whole else {}
 
@@ -172,9 +192,12 @@ class Texts(Dataset):
 def one_batch(loader: DataLoader, samples: int, which: int = 0) -> DataLoader:
     """One batch of `samples` samples, from the shortest to the longest of some more, as far as lengths are known.
 
-    Another one for another `which`, as far as there are samples.
+    Another one for another `which`, as far as there are samples. Of several ranks each has its part of it, the same
+    samples at each step, and of those the longest in the last one, too, so that its batches have one width.
     """
-    dataset: Any = loader.dataset
+    dataset, ranks = loader.dataset, dist.get_world_size()
+    if samples % ranks:
+        raise UserError(f"samples {samples} cannot be shared by {ranks} ranks: choose a multiple of {ranks}")
     if len(dataset) < samples:
         raise UserError(f"the data has {len(dataset)} samples, fewer than the {samples} of the batch: lower samples")
     there = min(len(dataset), _AMONG * samples)
@@ -185,13 +208,16 @@ def one_batch(loader: DataLoader, samples: int, which: int = 0) -> DataLoader:
     # From the longest down: of one sample it is that one.
     places = [there - 1 - round(i * (there - 1) / max(1, samples - 1)) for i in range(samples)]
     places = [(place + 5 * which) % there for place in places]
-    longest = max(places)
+    places.sort(reverse=True)  # the ranks take turns: the first ones are their longest
     first = [order[place] for place in places]
-    second = [order[place if place == longest else place + 1] for place in places]
+    second = [order[place if number < ranks else place + 1] for number, place in enumerate(places)]
+    texts = Texts(dataset, first, second)
+    own = DistributedSampler(texts, ranks, dist.get_global_rank(), shuffle=False) if ranks > 1 else None
     return DataLoader(
-        Texts(dataset, first, second),
-        batch_size=samples,
-        shuffle=True,
+        texts,
+        batch_size=samples // ranks,
+        sampler=own,
+        shuffle=own is None,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
@@ -215,7 +241,12 @@ def train(
             "the optimizer has no parameter of the model that is trained: let it take those of its argument"
         )
     loader.dataset.others = False
-    watch = Watch(names, loader.dataset, every=any(speedup.stage is Stage.RECORD for speedup in speedups))
+    watch = Watch(
+        names,
+        loader.dataset,
+        every=any(speedup.stage is Stage.RECORD for speedup in speedups),
+        by_tokens=any(getattr(speedup, "weighting", "") == "sample" for speedup in speedups),
+    )
     watch.was_adamw = is_adamw(stepped)
     if any(speedup.at_once for speedup in speedups):
         # Before it drops them: hooks run in the order in which they came.

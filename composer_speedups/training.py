@@ -22,6 +22,7 @@ from composer_speedups.around_training import (
 )
 from composer_speedups.checkpoints import Checkpoints, all_finite, exclusive
 from composer_speedups.compilation import compile_statistics
+from composer_speedups.everyone import start_ranks
 from composer_speedups.flops import local_attention
 from composer_speedups.loggers import built_loggers
 from composer_speedups.measure import Measurement
@@ -78,8 +79,7 @@ def run(
     seed = recipe.seed if seed is None else seed
     device = "gpu" if torch.cuda.is_available() else "cpu"
     algorithms = available_algorithms(recipe)
-    if dist.get_world_size() > 1:  # alone, Composer would ask Gloo or NCCL five times a step for what it knows
-        dist.initialize_dist(device)
+    start_ranks()
     report = report if dist.get_global_rank() == 0 else None
     say = (lambda text: report(Progress("data", message=text))) if report else None
 

@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 from composer.models import ComposerModel
+from composer.utils import dist
 
-__all__ = ["Errors", "Gradients", "errors", "gradients", "loss_of", "mapped", "without_dropout"]
+from composer_speedups.everyone import everyones, summed
+from composer_speedups.verified import Errors
+
+__all__ = ["Gradients", "averaged", "errors", "gradients", "loss_of", "mapped", "without_dropout"]
 
 
 @dataclass(frozen=True)
@@ -29,23 +33,6 @@ class Gradients:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and all(bool(g.isfinite().all()) for g in self.tensors.values())
-
-
-@dataclass(frozen=True)
-class Errors:
-    """How far loss and gradients are from the true ones.
-
-    Attributes:
-        loss: relative.
-        gradients: relative: the norm of the difference of all gradients over the norm of the true ones.
-        tensors: by parameter, the norm of the difference.
-        norms: by parameter, the norm of the true gradient.
-    """
-
-    loss: float
-    gradients: float
-    tensors: dict[str, float]
-    norms: dict[str, float]
 
 
 def errors(found: Gradients, true: Gradients) -> Errors:
@@ -97,6 +84,29 @@ def gradients(
     (loss * loss_scale).backward()
     found = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None and name in weights}
     return Gradients(float(loss.detach()), {name: grad.detach().cpu() / loss_scale for name, grad in found.items()})
+
+
+def averaged(found: Gradients, share: float, sent_in: torch.dtype | None = None, loss_scale: float = 1.0) -> Gradients:
+    """What all ranks have together, each of which has `found` for its part of a batch. For all ranks to call.
+
+    Args:
+        found: of this rank's part; a parameter without a gradient counts as one of zeros.
+        share: of this part in the batch; those of all ranks add up to 1.
+        sent_in: what gradients are rounded to on their way, as DDP's hooks round them; None keeps their precision.
+        loss_scale: what they are multiplied by meanwhile.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return found
+    kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for one in everyones({name: (tensor.shape, tensor.dtype) for name, tensor in found.tensors.items()}):
+        kinds |= one
+    tensors = {}
+    for name, (shape, dtype) in sorted(kinds.items()):
+        own = found.tensors.get(name)
+        part = torch.zeros(shape, dtype=dtype) if own is None else own * (share * ranks * loss_scale)
+        tensors[name] = summed(part.to(sent_in or dtype).div_(ranks)).to(dtype) / loss_scale
+    return Gradients(float(summed(torch.tensor(found.loss * share, dtype=torch.float64))), tensors)
 
 
 def loss_of(model: ComposerModel, batch: Any, weights: Mapping[str, torch.Tensor]) -> float:

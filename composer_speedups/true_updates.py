@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from composer.core import Algorithm
@@ -15,26 +14,11 @@ from torch.optim import Optimizer
 from composer_speedups.optimizers import split_off_no_decay, torch_adamw
 from composer_speedups.speedup import SpeedUp
 from composer_speedups.trained_steps import Watch, part_of
+from composer_speedups.verified import Updates
 
-__all__ = ["Updates", "another_optimizer", "compare_updates"]
+__all__ = ["another_optimizer", "compare_updates"]
 
 _IN_8_BITS = 0.5
-
-
-@dataclass(frozen=True)
-class Updates:
-    """What the optimizer made of its gradients.
-
-    Attributes:
-        optimizer: its class.
-        error: of all steps' updates together, relative to AdamW's in float64 from the same gradients.
-        allowed: what rounding each weight to float32 at each step explains, or a half where the state has 8 bits, which
-            rounds much more; None where the updates are so small that rounding is all of them.
-    """
-
-    optimizer: str
-    error: float
-    allowed: float | None
 
 
 def compare_updates(

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from composer_speedups.errors import OutOfMemory, is_out_of_memory
+from composer_speedups.errors import OutOfMemory, TaskError, is_out_of_memory
+from composer_speedups.everyone import start_ranks
 from composer_speedups.recipes import Recipe
 from composer_speedups.tasks import build_task
-from composer_speedups.training_parts import available_algorithms, build_composer_model, build_optimizer
-from composer_speedups.verification import SAMPLES, Verification, verify
+from composer_speedups.training_parts import (
+    available_algorithms,
+    build_composer_model,
+    build_optimizer,
+    unshared_batch,
+)
+from composer_speedups.verification import verify
+from composer_speedups.verified import SAMPLES, Verification
 
 __all__ = ["verify_recipe"]
 
@@ -27,7 +35,7 @@ def verify_recipe(
 
     Args:
         recipe: a resolved recipe.
-        samples: texts in the batch.
+        samples: texts in the batch, of all ranks together.
         seed: of weights and masks; None takes the recipe's.
         say: is told what is being done.
 
@@ -37,10 +45,14 @@ def verify_recipe(
     """
     seed = recipe.seed if seed is None else seed
     algorithms = available_algorithms(recipe)
+    ranks = dist.get_world_size()
+    if why := unshared_batch(recipe, ranks):
+        raise TaskError(why)
+    start_ranks()
     micro = None
     # Of texts; Composer weighs parts of a batch by them, and not by the tokens that MLM's loss is a mean over.
     if recipe.accumulates and recipe.task.objective == "classification":
-        micro = max(1, samples * (recipe.microbatch_size or 1) // recipe.batch_size)
+        micro = max(1, samples * (recipe.microbatch_size or 1) // recipe.batch_size)  # a rank's, as both are shared
     elif recipe.accumulates:
         say("leaving out microbatch_size, with which MLM computes something else by Composer's own weighting")
     task = build_task(recipe.task, recipe.model, seed=seed, progress=say)
@@ -57,5 +69,6 @@ def verify_recipe(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        remedy = f"try --samples {samples // 2}" if samples > 1 else "try a shorter task.max_length"
+        fewer = samples // ranks // 2 * ranks
+        remedy = f"try --samples {fewer}" if fewer else "try a shorter task.max_length"
         raise OutOfMemory(f"{recipe.name} ran out of memory with {samples} texts: {remedy}") from error

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from composer_speedups.collector import importing
+from composer_speedups.verified import samples_for
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from composer_speedups.recipes import Recipe
-    from composer_speedups.verification import Verification
+    from composer_speedups.verified import Verification
 
 __all__ = ["VERIFY_EXAMPLE", "verify"]
 
@@ -26,7 +27,13 @@ def verify(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, with dotted keys.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Texts in the batch.", min=1, max=1024)] = 8,
+    samples: Annotated[
+        int | None, typer.Option(help="Texts in the batch [default: 8, or two for each rank].", min=1, max=1024)
+    ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(help="Processes that compute it together (DDP): one for each GPU, or for some cores.", min=1),
+    ] = 1,
     seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.", min=0, max=2**32 - 1)] = None,
 ) -> None:
     """Check that a recipe computes here what its model computes without speed-ups; end with 1 if it does not.
@@ -42,15 +49,28 @@ def verify(
     if "=" in recipe and not os.path.exists(recipe):
         raise RecipeError(f"name the recipe first: composer-speedups verify NAME {recipe}")
     loaded = load_recipe(recipe, overrides or (), check_arguments=False)
+    started = int(os.environ.get("WORLD_SIZE", "1"))  # by composer -n or torchrun: this is one of them
+    samples = samples_for(max(ranks, started)) if samples is None else samples
     console = make_console()
+    console.quiet = os.environ.get("RANK", "0") != "0"
     say = partial(console.print, style="dim", markup=False, emoji=False, highlight=False, soft_wrap=True)
     say("loading torch and Composer ...")
-    with importing():
-        from composer_speedups.verified_recipe import verify_recipe  # takes some seconds
+    tell = lambda text: say(f"{text} ...")  # noqa: E731
+    if ranks > 1:
+        from composer_speedups.verified_in_ranks import verify_in_ranks
 
-        check_speedups(loaded)
-    found = verify_recipe(loaded, samples=samples, seed=seed, say=lambda text: say(f"{text} ..."))
-    _show(found, loaded, samples, hardware.summary(hardware.environment()), console)
+        found, machine = verify_in_ranks(loaded, ranks, samples=samples, seed=seed, say=tell)
+    else:
+        with importing():
+            from composer_speedups.everyone import leave_ranks
+            from composer_speedups.verified_recipe import verify_recipe  # takes some seconds
+
+            check_speedups(loaded)
+        found = verify_recipe(loaded, samples=samples, seed=seed, say=tell)
+        leave_ranks()
+        machine = hardware.summary(hardware.environment())
+    together = max(ranks, started)
+    _show(found, loaded, samples, f"{together} ranks of {machine}" if together > 1 else machine, console)
     if not found.holds:
         raise typer.Exit(1)
 
@@ -68,7 +88,7 @@ def _show(found: Verification, recipe: Recipe, samples: int, hardware: str, cons
     say(f"On {hardware}\n", style="dim")
     say("Off from float64 by, and how much of what is allowed the furthest off takes:")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for head in ("loss", "gradients", "plain's", "of allowed"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("furthest off", overflow="fold")

@@ -20,13 +20,14 @@ from small import BatchDataset, bert_config, config_of
 from torch.utils.data import DataLoader
 
 import composer_speedups as cs
-from composer_speedups import verification
+from composer_speedups import compared_steps
 from composer_speedups.cli import main
 from composer_speedups.errors import UserError
 from composer_speedups.recipes import load_recipe
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.true_gradients import Errors, Gradients, errors, gradients, without_dropout
-from composer_speedups.verification import Comparison, verify
+from composer_speedups.true_gradients import Gradients, errors, gradients, without_dropout
+from composer_speedups.verification import verify
+from composer_speedups.verified import Comparison, Errors
 from composer_speedups.verified_recipe import verify_recipe
 
 TINY = [
@@ -165,16 +166,15 @@ def comparison(precision: str, share: float, plain: float = 4e-3) -> Comparison:
         ([comparison("bf16", 1.5, 1e-3), comparison("bf16", 0.5, 4e-3), comparison("bf16", 0.3, 1.5e-3)], 2),
     ],
 )
-def test_what_is_so_with_some_texts_only_is_chance(monkeypatch, others: list[Comparison], used: int | None) -> None:
+def test_what_is_so_with_some_texts_only_is_chance(others: list[Comparison], used: int | None) -> None:
     made = []
-    monkeypatch.setattr(verification, "_compare", lambda true, step, dtype: step)
 
     def train_at(look: int) -> SimpleNamespace:
         made.append(look)
         return SimpleNamespace(kept=[others[look - 1]], dtype=torch.bfloat16, not_finite=0)
 
     first = [comparison("bf16", 3.0), comparison("float32", 0.3)]
-    found, notes = verification._looked_again(first, train_at, None, lambda text: None)
+    found, notes = compared_steps.looked_again(first, train_at, lambda step, dtype: step, lambda text: None)
     if used is None:
         assert found == first and not notes and made == [*range(1, 8)]
         return
@@ -191,7 +191,7 @@ def test_in_float64_a_step_is_computed_once(monkeypatch) -> None:
         asked.append(kwargs.get("dtype"))
         return gradients(*args, **kwargs)
 
-    monkeypatch.setattr(verification, "gradients", counted)
+    monkeypatch.setattr(compared_steps, "gradients", counted)
     found = verify(bert(), loader(), [cs.MixedPrecision("bf16")], adamw)
     # Two precisions of two steps each, and both trainings begin with the same weights.
     assert found.holds and len(found.comparisons) == 4 and asked.count(torch.float64) == 3
@@ -502,12 +502,12 @@ def test_a_scale_at_which_the_plain_model_overflows_is_lowered(monkeypatch) -> N
         asked.append(loss_scale)
         return Gradients(1.0, {"weight": torch.tensor([math.inf if loss_scale > 300 else 1.0])})
 
-    monkeypatch.setattr(verification, "gradients", overflowing)
-    step = SimpleNamespace(batch={}, weights={}, loss_scale=65536.0, precision=None)
-    assert verification._stock(None, step, torch.float16).finite and asked == [65536.0, 4096.0, 256.0]
-    monkeypatch.setattr(verification, "gradients", lambda *_, **__: Gradients(math.nan, {}))
+    monkeypatch.setattr(compared_steps, "gradients", overflowing)
+    step = SimpleNamespace(batch={}, weights={}, loss_scale=65536.0, precision=None, share=1.0)
+    assert compared_steps._stock(None, step, torch.float16, None).finite and asked == [65536.0, 4096.0, 256.0]
+    monkeypatch.setattr(compared_steps, "gradients", lambda *_, **__: Gradients(math.nan, {}))
     with pytest.raises(UserError, match="gradients are not finite in fp16: there is nothing to compare with"):
-        verification._stock(None, step, torch.float16)
+        compared_steps._stock(None, step, torch.float16, None)
 
 
 def test_the_command(capsys) -> None:
@@ -552,6 +552,6 @@ def test_out_of_memory_names_fewer_samples(capsys, monkeypatch) -> None:
     def full(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr(verification, "gradients", full)
+    monkeypatch.setattr(compared_steps, "gradients", full)
     assert main(["verify", "cpu/fp32", *TINY]) == 2
     assert "cpu/fp32 ran out of memory with 8 texts: try --samples 4" in capsys.readouterr().err

@@ -105,7 +105,7 @@ class Isolation:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise CannotStart(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as of a process of several, and runs start their ranks "
-                "themselves: leave out composer -n or torchrun and use ablate --ranks, or unset WORLD_SIZE"
+                "themselves: leave out composer -n or torchrun and use --ranks, or unset WORLD_SIZE"
             )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`

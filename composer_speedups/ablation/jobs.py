@@ -10,10 +10,10 @@ from typing import Any
 from composer_speedups import hardware
 from composer_speedups.errors import ConflictError, TaskError, UserError
 from composer_speedups.recipes import Recipe, check_speedups
-from composer_speedups.results import Progress, RunResult
+from composer_speedups.results import Progress
 from composer_speedups.tasks.inputs import changed
 
-__all__ = ["PRELOAD", "survey", "train"]
+__all__ = ["PRELOAD", "share_cores", "survey", "train", "verify"]
 
 # Imported once and shared by all runs. None of them may start a thread or touch CUDA.
 PRELOAD = (
@@ -86,37 +86,39 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     """Train `payload["recipe"]` with `payload["seed"]`; return `RunResult` as plain data.
 
     `payload["inspect"]`: also look where the time of a step and the memory go, when all is measured.
-    `payload["verify"]`: then compare its numbers with float64, too.
     `payload["inputs"]`: marks of what the run reads, which must be there still.
     """
-    import torch
-    from composer.utils import dist
-
     from composer_speedups.training import run
 
-    if (ranks := dist.get_world_size()) > 1:  # each has its share of the cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    share_cores()
     if path := changed(payload.get("inputs") or {}):
         raise TaskError(f"{path} has changed since the study began: put back what it held, or choose another --out")
     recipe = Recipe.model_validate(payload["recipe"])
-    result = run(
+    return run(
         recipe,
         seed=payload["seed"],
         report=lambda progress: report(asdict(progress)),
         inspect=bool(payload.get("inspect")),
-    )
-    if payload.get("verify") and result.status == "ok" and not result.gave_up:
-        _verify(recipe, result, lambda line: report(asdict(Progress("verify", message=line))))
-    return result.as_dict()
+    ).as_dict()
 
 
-def _verify(recipe: Recipe, result: RunResult, say: Callable[[str], None]) -> None:
-    """Put into `result` what `verify` finds. The run itself is done and well, whatever happens here."""
-    from composer_speedups.verification import SAMPLES
+def verify(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    """What `verify` finds of `payload["recipe"]` with `payload["seed"]`, as a table has it.
+
+    `payload["samples"]`: texts in the batch, of all ranks together.
+    """
     from composer_speedups.verified_recipe import verify_recipe
 
-    try:
-        found = verify_recipe(recipe, samples=min(SAMPLES, result.train_samples or SAMPLES), seed=result.seed, say=say)
-        result.numerics = found.summary()
-    except Exception as error:
-        result.warnings.append(f"its numbers cannot be verified: {type(error).__name__}: {error}")
+    share_cores()
+    recipe = Recipe.model_validate(payload["recipe"])
+    say = lambda line: report(asdict(Progress("verify", message=line)))  # noqa: E731
+    return verify_recipe(recipe, samples=payload["samples"], seed=payload["seed"], say=say).summary()
+
+
+def share_cores() -> None:
+    """Leave each rank of this machine its share of the cores."""
+    import torch
+    from composer.utils import dist
+
+    if (ranks := dist.get_world_size()) > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))

@@ -13,9 +13,12 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = ["Ranks", "die_with"]
+from composer_speedups.errors import UserError
+
+__all__ = ["Ranks", "check_ranks", "die_with"]
 
 _PATIENCE = 3.0  # seconds in which a rank that failed first is heard
 _WELL = "well"  # the last word of a rank that has done its part
@@ -112,6 +115,14 @@ class Ranks:
                     self._failed(code, words)
                 finally:
                     os._exit(1)
+
+
+def check_ranks(ranks: int, facts: Mapping[str, Any]) -> None:
+    """Raise unless there is a GPU, or at least a core, for each."""
+    gpus = len(facts.get("gpus") or [])
+    have, what = (gpus, "GPU") if gpus else ((facts.get("cpu") or {}).get("usable") or ranks, "core")
+    if ranks > have:
+        raise UserError(f"{ranks} ranks need a {what} each, this machine has {have}: use --ranks {have}")
 
 
 def die_with(parent: int) -> None:

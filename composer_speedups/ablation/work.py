@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ from composer_speedups.ablation.look import look
 from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.output import write_all
 from composer_speedups.ablation.progress import Display
+from composer_speedups.ablation.ranks import check_ranks
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import LEASE_SECONDS, OPEN, Run, Store, StoreError
 from composer_speedups.errors import UserError
 from composer_speedups.tasks.inputs import read_by
+from composer_speedups.verified import NOT_VERIFIED, samples_for
 
 if TYPE_CHECKING:
     from composer_speedups.ablation.study import Settings, Study
@@ -76,7 +78,7 @@ class Work:
         }
         answer = look(self.isolation, payload, self.settings.entries.survey, 600)
         self.facts = answer["environment"]
-        _check_ranks(ranks, self.facts)
+        check_ranks(ranks, self.facts)
         for before in self.store.environments().values():
             difference = hardware.same_machine(before, self.facts)
             if difference:
@@ -192,12 +194,10 @@ class Work:
         recipe = self.recipes[run.recipe]
         known = self.store.inputs()
         ranks = self.settings.ranks
-        alone = ranks == 1  # what looks inside is about one process
         payload = {
             "recipe": recipe,
             "seed": run.seed,
-            "inspect": self.settings.inspect and alone and not looked,
-            "verify": self.settings.verify and alone and not verified,
+            "inspect": self.settings.inspect and ranks == 1 and not looked,  # it is about one process
             "inputs": {path: known[path] for path in read_by(recipe) if path in known},
         }
         try:
@@ -212,14 +212,46 @@ class Work:
         if status == "timeout" and self.settings.until is not None and time.monotonic() >= self.settings.until:
             self.store.finish(run, "interrupted", "the time for the study was over", None, "")
             return
+        stopped = None
         if isinstance(outcome.value, dict):
             outcome.value |= {"overlapped": outcome.overlapped, "waited": outcome.waited}
+            if self.settings.verify and not verified and status == "ok" and not outcome.value.get("gave_up"):
+                try:
+                    self._verify(payload, outcome.value, display, tick)
+                except KeyboardInterrupt as interrupt:
+                    stopped = interrupt
         if not self.store.finish(run, status, reason, outcome.value, outcome.log):
             display.taken_over(run)
             return
         display.finished(run, status, reason, outcome)
         if status == "skipped":  # what this machine lacks, it lacks for every seed
             self.store.skip(run.recipe, reason)
+        if stopped is not None:
+            raise stopped
+
+    def _verify(
+        self, payload: dict[str, Any], result: dict[str, Any], display: Display, tick: Callable[[], None]
+    ) -> None:
+        """Put into `result` what float64 says of the recipe. Its run is done and well, whatever happens here."""
+        samples, ranks = samples_for(self.settings.ranks), self.settings.ranks
+        there = result.get("train_samples") or samples
+        asked = payload | {"samples": min(samples, there // ranks * ranks)}
+        try:
+            found = self.isolation.run(
+                asked,
+                timeout=self._time_limit(),
+                report=display.progress,
+                tick=tick,
+                entry=self.settings.entries.verify,
+                ranks=ranks,
+            )
+        except UserError as error:
+            result["warnings"].append(f"{NOT_VERIFIED}: {error}")
+            return
+        if found.status == "ok":
+            result["numerics"] = found.value
+        else:
+            result["warnings"].append(f"{NOT_VERIFIED}: {found.reason}")
 
 
 def check_stored_ranks(ranks: int, store: Store) -> None:
@@ -230,14 +262,6 @@ def check_stored_ranks(ranks: int, store: Store) -> None:
             f"{store.path.parent} was measured with {_counted(before, 'rank')}, and this is {ranks}: use "
             f"--ranks {before}, or another --out"
         )
-
-
-def _check_ranks(ranks: int, facts: Mapping[str, Any]) -> None:
-    """One GPU, or at least one core, for each."""
-    gpus = len(facts.get("gpus") or [])
-    have, what = (gpus, "GPU") if gpus else ((facts.get("cpu") or {}).get("usable") or ranks, "core")
-    if ranks > have:
-        raise UserError(f"{ranks} ranks need a {what} each, this machine has {have}: use --ranks {have}")
 
 
 def _counted(number: int, what: str) -> str:

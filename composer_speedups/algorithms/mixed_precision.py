@@ -35,6 +35,7 @@ from composer.core import Event, Precision, State
 from composer.loggers import Logger
 
 from composer_speedups.arguments import check_choice
+from composer_speedups.ddp import without_ddp
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.hardware import multiplies_bf16
 from composer_speedups.holds import IgnoredWarning
@@ -80,7 +81,7 @@ def apply_mixed_precision(model: torch.nn.Module, dtype: str) -> int:
 
 def low_precision_of(state: State) -> torch.dtype | None:
     """The dtype in which the model is called under autocast: by the Trainer, or, on the CPU, by its own methods."""
-    own = next((other.dtype for other in overrides(state.model) if isinstance(other, _Autocast)), None)
+    own = next((other.dtype for other in overrides(without_ddp(state.model)) if isinstance(other, _Autocast)), None)
     by_trainer = {Precision.AMP_BF16: "bf16", Precision.AMP_FP16: "fp16"}.get(state.precision)
     name = own or by_trainer
     return None if name is None else DTYPES[name]

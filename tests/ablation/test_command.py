@@ -50,13 +50,20 @@ def test_numbers_are_compared_once_for_each_recipe(tmp_path: Path, capsys: pytes
     command = ["ablate", "demo/fp32", "demo/bf16", "--out", "out", "--seeds"]
     assert main([*command, "2", "--verify"]) == 0
     with Store(tmp_path / "out" / "runs.sqlite") as store:
-        compared = [(run.recipe, run.seed) for run in store.runs() if run.result["numerics"]]
+        compared = [(run.recipe, run.seed) for run in store.runs() if run.result.get("numerics")]
         assert "--verify" in store.study()["command"]
     assert sorted(compared) == [("demo/bf16", 17), ("demo/fp32", 17)]
     assert all(row["numerics"]["holds"] for row in rows(tmp_path / "out"))
     text = " ".join(capsys.readouterr().out.split())
     assert "(the plain model's in the same precision): fp32 6.2e-03 (3.9e-03), bf16 6.2e-03 (3.9e-03)" in text
     assert "without --verify" not in text
+
+
+def test_numbers_that_cannot_be_compared_are_told_with_the_reason(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(study, "Entries", lambda: replace(fakes.ENTRIES, verify="fakes:killed"))
+    assert main(["ablate", "demo/fp32", "--out", "out", "--verify"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "demo/fp32: its numbers cannot be verified: killed" in text and "without --verify" not in text
 
 
 def test_numbers_that_were_not_compared_are_told(capsys: pytest.CaptureFixture[str]):

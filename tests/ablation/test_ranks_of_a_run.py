@@ -9,7 +9,7 @@ import time
 import pytest
 
 from composer_speedups.ablation.isolate import CannotStart, Isolation, Outcome
-from composer_speedups.ablation.work import _check_ranks
+from composer_speedups.ablation.ranks import check_ranks
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import same_machine
 
@@ -79,7 +79,7 @@ def test_one_that_leaves_as_if_done_is_missed(isolation) -> None:
 def test_under_a_launcher_it_starts_nothing(monkeypatch) -> None:
     """Each of the launcher's processes would take another run, and the two meet as ranks of one training."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CannotStart, match=r"^WORLD_SIZE is 2, .*use ablate --ranks, or unset WORLD_SIZE$"):
+    with pytest.raises(CannotStart, match=r"^WORLD_SIZE is 2, .*use --ranks, or unset WORLD_SIZE$"):
         Isolation("rank_entries:train").start()
 
 
@@ -118,11 +118,11 @@ def test_a_time_limit_ends_all(isolation) -> None:
 
 
 def test_a_rank_needs_a_gpu_or_a_core_of_its_own() -> None:
-    _check_ranks(2, {"cpu": {"usable": 2}, "gpus": []})
+    check_ranks(2, {"cpu": {"usable": 2}, "gpus": []})
     with pytest.raises(UserError, match=r"^3 ranks need a core each, this machine has 2: use --ranks 2$"):
-        _check_ranks(3, {"cpu": {"usable": 2}, "gpus": []})
+        check_ranks(3, {"cpu": {"usable": 2}, "gpus": []})
     with pytest.raises(UserError, match="2 ranks need a GPU each, this machine has 1"):
-        _check_ranks(2, {"cpu": {"usable": 64}, "gpus": [{"name": "one"}]})
+        check_ranks(2, {"cpu": {"usable": 64}, "gpus": [{"name": "one"}]})
 
 
 def test_speeds_of_other_numbers_of_ranks_are_not_compared() -> None:

@@ -26,6 +26,7 @@ from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.row import Row, RowRun
 from composer_speedups.ablation.store import Store, StoreError
 from composer_speedups.ablation.study import Settings, Study, run_study
+from composer_speedups.ablation.work import Work
 from composer_speedups.cli import main
 from composer_speedups.errors import UserError
 from composer_speedups.tasks.inputs import changed
@@ -130,6 +131,32 @@ def test_bad_runs_are_rows_with_reasons_and_the_others_go_on(everything):
         "forget": ("ok", ""),
     }
     assert not result.interrupted
+
+
+@pytest.mark.parametrize(
+    ("verified", "reason"),
+    [
+        ("raise", "RuntimeError: the loss function is missing"),
+        ("memory", "MemoryError: 3 GiB more"),
+        ("segfault", "crashed with SIGSEGV"),
+        ("unavailable_late", "needs CUDA: there is none"),
+    ],
+)
+def test_a_comparison_that_fails_costs_the_run_nothing(tmp_path: Path, verified: str, reason: str) -> None:
+    study(tmp_path / "out", [fakes.Recipe("base", verified=verified), fakes.Recipe("fast")], verify=True)
+    base, fast = rows(tmp_path / "out").values()
+    assert (base["status"], fast["status"], base["numerics"]) == ("ok", "ok", {}) and fast["numerics"]["holds"]
+    assert any(w.startswith("its numbers cannot be verified: ") and reason in w for w in base["warnings"]), base
+
+
+def test_a_comparison_that_is_interrupted_costs_the_run_nothing(tmp_path: Path, monkeypatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Work, "_verify", interrupt)
+    result, _ = study(tmp_path / "out", [fakes.Recipe("base"), fakes.Recipe("fast")], verify=True)
+    assert result.interrupted
+    assert [row["status"] for row in rows(tmp_path / "out").values()] == ["ok", "skipped"]
 
 
 def test_every_row_has_the_fields_that_are_explained_and_no_others(everything):

@@ -32,12 +32,13 @@ def study(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_two_ranks_learn_what_one_process_does(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    code, said = study(capsys, "cpu/fp32", "cpu/ranks", "--ranks", "2", "--out", "two")
+    code, said = study(capsys, "cpu/fp32", "cpu/ranks", "--ranks", "2", "--verify", "--out", "two")
     assert code == 0 and ", 2 ranks" in said, said
     found = json.loads((tmp_path / "two" / "results.json").read_text())
     plain, sent = found["rows"]
     assert (plain["status"], sent["status"]) == ("ok", "ok")
     assert sent["evidence"]["gradient_as_bucket_view"]["changed"] > 10
+    assert plain["numerics"]["holds"] and sent["numerics"]["holds"] and sent["numerics"]["precision"] == "bf16"
     assert any(line.startswith("Ranks: 2 on this machine (DDP)") for line in found["study"]["conditions"])
     assert "--ranks 2" in found["study"]["command"]
 
@@ -107,6 +108,5 @@ def test_one_process_has_nothing_to_exchange_and_its_row_is_skipped(monkeypatch)
 
 
 def test_what_is_about_one_process_is_refused_beside_ranks(capsys) -> None:
-    for option, remedy in (("--verify", "verify in a study of its own"), ("--tune", "tune first, then --ranks")):
-        code, said = study(capsys, "cpu/fp32", "--ranks", "2", option)
-        assert code == 2 and f"{option} is about one process, --ranks 2 about several: {remedy}" in said
+    code, said = study(capsys, "cpu/fp32", "--ranks", "2", "--tune")
+    assert code == 2 and "--tune is about one process, --ranks 2 about several: tune first, then --ranks" in said

@@ -1,0 +1,69 @@
+"""`verify --ranks N`: a recipe's numbers, as N processes of this machine compute them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups.ablation.isolate import Isolation, Outcome
+from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError
+from composer_speedups.verified import Verification
+
+if TYPE_CHECKING:
+    from composer_speedups.recipes import Recipe
+
+__all__ = ["as_rank", "look", "verify_in_ranks"]
+
+_ERRORS = {"skipped": SpeedUpUnavailable, "out_of_memory": OutOfMemory}
+
+
+def verify_in_ranks(
+    recipe: Recipe, ranks: int, *, samples: int, seed: int | None, say: Callable[[str], None]
+) -> tuple[Verification, str]:
+    """What `verify_recipe` finds of `recipe` on `ranks` processes, which this one starts; and the machine in words.
+
+    Args:
+        recipe: a resolved recipe.
+        ranks: one for each GPU, or for some of the cores.
+        samples: texts in the batch, of all ranks together.
+        seed: of weights and masks; None takes the recipe's.
+        say: is told what is being done.
+
+    Raises:
+        UserError: the recipe asks for what this machine or its data cannot give, or a rank failed.
+        OutOfMemory: with fewer texts to try.
+    """
+    payload = {"recipe": recipe, "ranks": ranks, "samples": samples, "seed": seed}
+    with Isolation(f"{__name__}:as_rank", (*PRELOAD, "composer_speedups.verified_recipe")) as isolation:
+        machine = _value(isolation.run(payload, entry=f"{__name__}:look"))  # before there are too many processes
+        found = _value(isolation.run(payload, report=say, ranks=ranks))
+    return Verification.read(found), machine
+
+
+def look(payload: dict[str, Any], report: Callable[[Any], None]) -> str:
+    """The machine in words, if there is room for so many ranks."""
+    from composer_speedups import hardware
+    from composer_speedups.ablation.ranks import check_ranks
+
+    facts = hardware.environment()
+    check_ranks(payload["ranks"], facts)
+    return hardware.summary(facts)
+
+
+def as_rank(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    """What one of the processes does, and finds as all do."""
+    from composer_speedups.ablation.jobs import share_cores
+    from composer_speedups.recipes import check_speedups
+    from composer_speedups.verified_recipe import verify_recipe
+
+    check_speedups(payload["recipe"])
+    share_cores()
+    return asdict(verify_recipe(payload["recipe"], samples=payload["samples"], seed=payload["seed"], say=report))
+
+
+def _value(outcome: Outcome) -> Any:
+    if outcome.status != "ok":
+        raise _ERRORS.get(outcome.status, UserError)(outcome.reason)
+    return outcome.value

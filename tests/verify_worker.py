@@ -1,0 +1,136 @@
+"""`verify` as several ranks call it together; `python -m torch.distributed.run --nproc-per-node 2` starts it.
+
+`verify_worker.py FOLDER` writes FOLDER/results.pt: what each try found, of all ranks, or its error.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from composer.core import Event
+from composer.models import HuggingFaceModel
+from contract import bert, loader
+from exchange_worker import own_hook
+from together import end_together
+
+import composer_speedups as cs
+from composer_speedups.algorithms import token_budget_batches
+from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.verification import verify
+
+
+def try_on(head: str, *algorithms: Any, **options: Any) -> dict[str, Any]:
+    def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, foreach=False, fused=False)
+
+    model = HuggingFaceModel(bert(head), use_logits=True)
+    found = verify(model, loader(head), algorithms, adamw, **options)
+    return {
+        "wrong": found.wrong,
+        "notes": found.notes,
+        "changed": found.changed,
+        "tokens": found.tokens,
+        "padding": found.padding,
+        "comparisons": [(one.precision, one.step, one.share, one.errors.gradients) for one in found.comparisons],
+        "updates": found.updates and (found.updates.error, found.updates.allowed),
+    }
+
+
+class Fault(SpeedUp):
+    """What goes wrong with several ranks only."""
+
+    stage = Stage.OPTIMIZER
+    events = frozenset({Event.FIT_START})
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def install(self, state, logger) -> None:
+        rank, dense = int(torch.distributed.get_rank()), state.model.model.bert.encoder.layer[1].output.dense
+        if self.fault == "a gradient of one rank":
+            dense.weight.register_hook(lambda gradient: gradient * (1.001 if rank else 1))
+        elif self.fault == "the loss of one rank" and rank:
+            loss = state.model.loss
+            state.model.loss = lambda out, batch: (right := loss(out, batch)) + right.detach() * 1e-3
+        elif self.fault == "the rate of one rank" and rank:
+            state.optimizers[0].param_groups[0]["lr"] *= 1.001
+        elif self.fault == "the texts of the first rank" and rank:
+            forward, loss = state.model.forward, state.model.loss
+            state.model.forward = lambda batch: forward(other(batch))
+            state.model.loss = lambda out, batch: loss(out, other(batch))
+        self.report(logger, 1, "")
+
+    def on_event(self, event, state, logger) -> None:
+        if self.fault == "nothing is exchanged":
+            state.model.register_comm_hook(None, alone)
+
+
+def alone(state, bucket):
+    return own_hook(state, bucket).then(lambda _: bucket.buffer())
+
+
+def other(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: column.flip(0) if name == "labels" else column for name, column in batch.items()}
+
+
+def without_weighing(head: str) -> dict[str, Any]:
+    weigh = token_budget_batches.weigh
+    token_budget_batches.weigh = lambda loss, factor: None
+    try:
+        return try_on(head, cs.TokenBudgetBatches())
+    finally:
+        token_budget_batches.weigh = weigh
+
+
+def in_bf16() -> dict[str, Any]:
+    return try_on("classification", cs.MixedPrecision("bf16"), cs.Unpadding())
+
+
+FAULTS = (
+    "a gradient of one rank",
+    "the loss of one rank",
+    "the rate of one rank",
+    "the texts of the first rank",
+    "nothing is exchanged",
+)
+TRIES: dict[str, Any] = {
+    "plain": lambda: try_on("classification"),
+    "plain, accumulated": lambda: try_on("classification", microbatch_size=2),
+    "plain mlm": lambda: try_on("mlm"),
+    "bf16": in_bf16,
+    "views": lambda: try_on("classification", cs.GradientAsBucketView(), cs.Unpadding(), cs.FusedAdamW()),
+    "sent in bf16": lambda: try_on("classification", cs.GradientCompression()),
+    "sent in fp16": lambda: try_on("mlm", cs.GradientCompression("fp16"), cs.MaskedTokenHead()),
+    "bf16, sent in bf16": lambda: try_on("classification", cs.MixedPrecision("bf16"), cs.GradientCompression()),
+    "budget": lambda: try_on("classification", cs.TokenBudgetBatches()),
+    "budget mlm": lambda: try_on("mlm", cs.TokenBudgetBatches()),
+    "budget mlm, every batch": lambda: try_on("mlm", cs.TokenBudgetBatches(weighting="batch")),
+    "budget mlm, not weighed": lambda: without_weighing("mlm"),
+    "seven samples": lambda: try_on("classification", samples=7),
+    "labels of tokens, accumulated": lambda: try_on("mlm", microbatch_size=2),
+    **{fault: lambda fault=fault: try_on("classification", Fault(fault)) for fault in FAULTS},
+}
+
+
+def main(folder: str) -> None:
+    from composer.utils import dist
+
+    dist.initialize_dist("cpu")
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for name, attempt in TRIES.items():
+        try:
+            found: Any = attempt()
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        results[name] = dist.all_gather_object(found)
+    if dist.get_global_rank() == 0:
+        torch.save(results, f"{folder}/results.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    end_together()
