@@ -84,10 +84,7 @@ def ablate(
     from composer_speedups.ablation.selection import check_trainings, find_baseline, load_rows, overrides_in, plan_rows
     from composer_speedups.ablation.study import Settings, Study, plan_study, run_study
     from composer_speedups.ablation.terminal import make_console, show_findings
-    from composer_speedups.errors import UserError
 
-    if ranks > 1 and tune:
-        raise UserError(f"--tune is about one process, --ranks {ranks} about several: tune first, then --ranks")
     console = make_console()
     name, recipes, default = load_rows(what)
     chosen = default
@@ -108,7 +105,7 @@ def ablate(
         if equal_batch:
             console.print("Rows whose batch or rate then differ from the baseline's would be measured at its own, too.")
     elif tune:
-        recipes, chosen = _tuned(recipes, chosen, folder, tune_samples, timeout, command, console)
+        recipes, chosen = _tuned(recipes, chosen, folder, tune_samples, timeout, ranks, command, console)
     if equal_batch:
         recipes = with_equal_batch(recipes, next(r for r in recipes if r.name == chosen), untuned)
     wanted = _seeds(recipes[0].seed, seeds)
@@ -117,7 +114,7 @@ def ablate(
     if dry_run:
         found = plan_study(study, settings, console=console)
         if tune:
-            _say_tuning(untuned, folder, tune_samples, found, console)
+            _say_tuning(untuned, folder, tune_samples, ranks, found, console)
         return
     result = run_study(study, settings, console=console)
     show_findings(result.findings, console)
@@ -159,6 +156,7 @@ def _tuned(
     folder: Path,
     samples: int,
     timeout: float,
+    ranks: int,
     command: str,
     console: Console,
 ) -> tuple[list[Recipe], str]:
@@ -166,7 +164,7 @@ def _tuned(
     from composer_speedups.tuning import rows
     from composer_speedups.tuning.settings import Settings
 
-    settings = Settings(samples=samples, timeout=timeout * 60)
+    settings = Settings(samples=samples, timeout=timeout * 60, ranks=ranks)
     found = rows.tune_rows(recipes, baseline, folder / "recipes", settings, command=command, console=console)
     if found is None:
         console.print("Stopped. The same command goes on from here.", style="yellow")
@@ -174,7 +172,9 @@ def _tuned(
     return found
 
 
-def _say_tuning(recipes: list[Recipe], folder: Path, samples: int, found: Findings, console: Console) -> None:
+def _say_tuning(
+    recipes: list[Recipe], folder: Path, samples: int, ranks: int, found: Findings, console: Console
+) -> None:
     """How long the tuning would take that a dry run leaves out."""
     from composer_speedups import hardware
     from composer_speedups.ablation.estimate import duration
@@ -183,8 +183,9 @@ def _say_tuning(recipes: list[Recipe], folder: Path, samples: int, found: Findin
 
     skipped = {run.recipe for run in found.runs if run.status == "skipped"}
     rows = [recipe for recipe in recipes if recipe.name not in skipped]
-    peaks = found.study.get("peaks") or {}
-    count, seconds = expected_tuning(rows, folder / "recipes", Settings(samples=samples), peaks, hardware.hardware())
+    peaks = hardware.peaks_at_work(found.study.get("peaks") or {}, found.environment)
+    settings = Settings(samples=samples, ranks=ranks)
+    count, seconds = expected_tuning(rows, folder / "recipes", settings, peaks, hardware.hardware())
     about = f", about {duration(seconds)}" if count and seconds is not None else ""
     console.print(f"To tune before that: {count} rows, {samples:,} samples each{about}", highlight=False)
 

@@ -42,9 +42,12 @@ def tune(
     ] = None,
     trials: Annotated[int, typer.Option(help="Learning rates to try in short runs, at most.")] = 8,
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Such as 8GB [default: most of what there is].")
+        str | None, typer.Option(metavar="SIZE", help="Of each rank, such as 8GB [default: most of what there is].")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Minutes that one try may take.")] = _TIMEOUT,
+    ranks: Annotated[
+        int, typer.Option(help="Processes that train together (DDP), which share each batch: one for each GPU.", min=1)
+    ] = 1,
     out: Annotated[Path | None, typer.Option(help="The new recipe [default: NAME_tuned.yaml, here].")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the new recipe if it is there.")] = False,
 ) -> None:
@@ -60,7 +63,7 @@ def tune(
     from composer_speedups.tuning.written import extends_as
 
     limit = None if memory_limit is None else memory_bytes(memory_limit)
-    settings = Settings(batch, lr, constant, samples, trials, limit, goal, timeout * 60)
+    settings = Settings(batch, lr, constant, samples, trials, limit, goal, timeout * 60, ranks)
     if "=" in recipe and not os.path.exists(recipe):
         raise RecipeError(f"name the recipe first: composer-speedups tune NAME {recipe}")
     base = load_recipe(recipe, check_arguments=False)
@@ -75,6 +78,7 @@ def tune(
     words += ["--trials", trials]
     words += ["--memory-limit", memory_limit] if memory_limit else []
     words += ["--timeout", f"{timeout:g}"] if timeout != _TIMEOUT else []
+    words += ["--ranks", ranks] if ranks > 1 else []
     words += ["--out", out] if out is not None else []
     stop_on_termination()
     console = make_console()
@@ -92,10 +96,11 @@ def tune(
         console.print("The same command goes on from here.", style="yellow")
         raise typer.Exit(130)
     found = tuned.recipe
+    train = "composer-speedups train" if ranks == 1 else f"composer -n {ranks} -m composer_speedups train"
     micro = f" in microbatches of {found.microbatch_size}" if found.microbatch_size else ""
     console.print(
         f"{target}: batch {found.batch_size}{micro}, learning rate {found.learning_rate:g}; the tries are in its "
-        f"comments. Use it: composer-speedups train {shlex.quote(str(target))}",
+        f"comments. Use it: {train} {shlex.quote(str(target))}",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -90,6 +90,29 @@ def test_the_effective_batch_can_stay(tmp_path: Path, isolation: Isolation):
     assert (found.batch_size, found.microbatch_size, found.learning_rate) == (512, 128, 1e-3)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_share_the_largest_batch(tmp_path: Path, isolation: Isolation, ranks: int):
+    """Which is as many times as large: each has what one alone would have."""
+    result, text = search(tmp_path / "x.yaml", isolation, goal="largest", rate=False, ranks=ranks)
+    assert result.recipe is not None and result.recipe.batch_size == 216 * ranks
+    assert ("2 ranks of fake" in text) == ("2 ranks of fake" in (tmp_path / "x.yaml").read_text()) == (ranks == 2)
+    assert ranks == 1 or "batch 434" not in text, "no batch is tried that the ranks cannot share"
+
+
+def test_a_microbatch_is_of_one_rank(tmp_path: Path, isolation: Isolation):
+    overrides = ["batch_size=512"]
+    options = {"constant": True, "goal": "largest", "rate": False, "ranks": 2}
+    result, _ = search(tmp_path / "x.yaml", isolation, overrides=overrides, **options)
+    assert result.recipe is not None and (result.recipe.batch_size, result.recipe.microbatch_size) == (512, 128)
+    result, _ = search(tmp_path / "y.yaml", isolation, overrides=["batch_size=384"], **options)
+    assert result.recipe is not None and (result.recipe.batch_size, result.recipe.microbatch_size) == (384, None)
+
+
+def test_more_ranks_than_cores_are_refused(tmp_path: Path, isolation: Isolation):
+    with pytest.raises(UserError, match=r"^3 ranks need a core each, this machine has 2: use --ranks 2$"):
+        search(tmp_path / "x.yaml", isolation, rate=False, ranks=3)
+
+
 def test_what_takes_the_batch_at_once_has_no_microbatch_to_search(tmp_path: Path):
     with pytest.raises(ConflictError, match=r"no microbatch to search.* or add speedups.gradient_release=null"):
         search(tmp_path / "x.yaml", overrides=["speedups.gradient_release={}"], constant=True, rate=False)
@@ -346,8 +369,10 @@ def test_without_optuna_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.elsewhere
-def test_real_training_on_dummy_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_real_training_on_dummy_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, ranks: int):
     """The whole command with a tiny model, real tries and all."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(
         "task: {name: dummy, max_length: 16, train_samples: 256, eval_samples: 16, vocabulary: 256}\n"
@@ -357,12 +382,20 @@ def test_real_training_on_dummy_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     )
     handlers = signal.getsignal(signal.SIGTERM)
     try:
-        assert main(["tune", "tiny.yaml", "--samples", "900", "--trials", "2", "--out", "new.yaml"]) == 0
+        assert (
+            main(["tune", "tiny.yaml", "--samples", "900", "--trials", "2", "--out", "new.yaml", "--ranks", str(ranks)])
+            == 0
+        )
     finally:
         signal.signal(signal.SIGTERM, handlers)
     text = capsys.readouterr().out
     found = load_recipe("new.yaml", check_arguments=False)
-    assert 1 <= found.batch_size <= 25 and found.learning_rate > 0 and found.task.max_length == 16
+    assert (
+        1 <= found.batch_size <= 25
+        and found.batch_size % ranks == 0
+        and found.learning_rate > 0
+        and found.task.max_length == 16
+    )
     content = Path("new.yaml").read_text()
     assert "extends: ./tiny.yaml" in content and "samples/s" in content
     assert "Tuning tiny" in text and "each try a fresh process" in text

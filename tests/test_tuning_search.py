@@ -321,11 +321,11 @@ def test_a_gpu_is_told_the_limit(monkeypatch: pytest.MonkeyPatch, limit, share):
     asked = []
     monkeypatch.setattr(jobs, "train", lambda payload, report: report({"phase": "train"}))
     monkeypatch.setattr(hardware, "hardware", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # its GPU is not the first: another rank of the try has that
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *words: asked.append(words))
     tuning_jobs.trial({"memory_limit": 1, "device_limit": limit}, lambda event: None)
-    assert asked == ([] if share is None else [share])
+    assert asked == ([] if share is None else [(share, 1)])
 
 
 def test_a_loss_after_fewer_samples_is_none_to_compare_with() -> None:

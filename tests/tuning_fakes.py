@@ -35,8 +35,8 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         "environment": {
             "hardware": "cpu",
             "python": "3",
-            "cpu": {"model": "fake"},
-            "threads": 1,
+            "cpu": {"model": "fake", "usable": 2},
+            "threads": 2,
             "memory_bytes": 2**30,
             "gpus": [],
         },
@@ -55,12 +55,13 @@ def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
 
     recipe, seed = payload["recipe"], payload["seed"]
     batch, rate = recipe["batch_size"], recipe["learning_rate"]
-    together = recipe["microbatch_size"] or batch
+    rank, ranks = (int(os.environ.get(name, there)) for name, there in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    together = recipe["microbatch_size"] or batch // ranks
     whole = bool(recipe["evaluate"])
     steps = in_samples(recipe["duration"], SAMPLES, batch) // batch
     diary = os.environ.get("TUNING_DIARY")
     lines = 0
-    if diary:
+    if diary and rank == 0:
         with Path(diary).open("a") as file:
             file.write(f"{batch} {together} {rate:g} {steps} {recipe['schedule']['warmup']}\n")
         lines = len(Path(diary).read_text().splitlines())

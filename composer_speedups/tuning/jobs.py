@@ -20,7 +20,8 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     Makes the task's data, too, so that no try has to.
 
     Args:
-        payload: `recipe`, and `peaks`: the precision whose attainable speed is to be measured, by the recipe's name.
+        payload: `recipe`; `peaks`: the precision whose attainable speed is to be measured, by the recipe's name;
+            `ranks`: processes of each try.
         report: told of progress.
 
     Returns:
@@ -31,7 +32,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     from composer_speedups.tasks import build_task
 
     recipe = payload["recipe"]
-    answer = jobs.survey({"recipes": [recipe], "peaks": payload["peaks"]}, report) | {"samples": 0, "memory": {}}
+    answer = jobs.survey(payload | {"recipes": [recipe]}, report) | {"samples": 0, "memory": {}}
     if answer["error"] or answer["skip"]:
         return answer
     try:
@@ -61,9 +62,11 @@ def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     cuda = hardware.hardware() == "cuda"
     if cuda and payload["device_limit"] is not None:
         import torch
+        from composer.utils import dist
 
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, payload["device_limit"] / total))
+        own = dist.get_local_rank()  # the GPU that will be its
+        total = torch.cuda.get_device_properties(own).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, payload["device_limit"] / total), own)
     limit = None if cuda else payload["memory_limit"]
 
     def watch(event: Any) -> None:

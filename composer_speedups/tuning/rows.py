@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,7 +140,6 @@ def _name(name: str, baseline: str) -> str:
 
 def _digest(recipe: Recipe, settings: Settings, inputs: Mapping[str, Mark]) -> str:
     """What a tuned recipe depends on, in twelve digits."""
-    budget = {k: v for k, v in asdict(settings).items() if k != "timeout"}  # a longer limit asks for nothing else
     read = {path: mark.content for path, mark in inputs.items()}
-    content = json.dumps([recipe.to_dict(), budget, *([read] if read else [])], sort_keys=True)
+    content = json.dumps([recipe.to_dict(), settings.asked(), *([read] if read else [])], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:12]

@@ -67,15 +67,17 @@ class Search:
     # --- The batch ---
 
     def _search_batch(self) -> tuple[Recipe, list[str], str]:
-        recipe, constant = self.recipe, self.settings.constant
+        recipe, constant, ranks = self.recipe, self.settings.constant, self.settings.ranks
         noun = "microbatch" if constant else "batch"
         if constant:
-            sizes, start = microbatch_sizes(recipe.batch_size), recipe.microbatch_size or recipe.batch_size
+            own = recipe.batch_size // ranks
+            sizes, start = microbatch_sizes(own), recipe.microbatch_size or own
         else:
             capability = min((float(g["capability"]) for g in self.tries.facts["gpus"]), default=None)
             # A batch that leaves a training only a few steps is fast, and learns nothing.
             most = max(recipe.batch_size, self.tries.own_samples() // rates.LEAST_STEPS)
-            sizes, start = batch_sizes(max(1, min(most, self.tries.samples)), capability), recipe.batch_size
+            of_one = batch_sizes(max(1, min(most, self.tries.samples) // ranks), capability)
+            sizes, start = [ranks * size for size in of_one], recipe.batch_size
         self._calls: Counter[int] = Counter()
         self._tried = list[dict[str, Any]]()
         if self.goal == "largest":
@@ -108,7 +110,7 @@ class Search:
                 style="yellow",
             )
         if constant:
-            micro = None if size == recipe.batch_size else size
+            micro = None if size == own else size
             return recipe.model_copy(update={"microbatch_size": micro}), lines, reason
         return recipe.model_copy(update={"batch_size": size, "microbatch_size": None}), lines, reason
 
@@ -125,7 +127,7 @@ class Search:
             if steps < _FITTING:
                 return None
             self.used += steps * batch
-        micro = (None if size == batch else size) if self.settings.constant else None
+        micro = size if self.settings.constant and size * self.settings.ranks < batch else None
         changed = {"batch_size": batch, "microbatch_size": micro}
         rate = rates.scaled_rate(recipe.learning_rate, recipe.batch_size, batch)
         label = f"{'microbatch' if self.settings.constant else 'batch'} {size}"

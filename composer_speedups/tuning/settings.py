@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from composer_speedups.errors import UserError
 
@@ -23,9 +24,10 @@ class Settings:
         samples: that may be trained in all, to find the fastest batch and the learning rate; None is `SAMPLES` in short
             runs, and whole trainings besides, where a training is longer than those.
         trials: learning rates in short runs, at most.
-        memory_limit: bytes; None is most of what the machine has.
+        memory_limit: bytes, of each rank; None is most of what the machine has.
         goal: `largest` batch that fits or `fastest`; None is the largest on a GPU, the fastest without.
         timeout: seconds that one try may take.
+        ranks: processes that train a try together (DDP): batches are of all of them, microbatches of one.
     """
 
     batch: bool = True
@@ -36,11 +38,19 @@ class Settings:
     memory_limit: int | None = None
     goal: str | None = None
     timeout: float = 1800.0
+    ranks: int = 1
 
     @property
     def short(self) -> int:
         """Samples of short runs, where whole trainings come on top; else of all."""
         return self.samples or SAMPLES
+
+    def asked(self) -> dict[str, Any]:
+        """What is searched, by name: what says nothing of that is left out, and one rank, as no settings had any once.
+
+        A longer limit of time asks for nothing else.
+        """
+        return {k: v for k, v in asdict(self).items() if k != "timeout" and (k, v) != ("ranks", 1)}
 
     def __post_init__(self) -> None:
         if not self.batch and not self.rate:

@@ -10,10 +10,11 @@ from composer_speedups.ablation.estimate import seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.look import look
+from composer_speedups.ablation.ranks import check_ranks
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.hardware import hardware
+from composer_speedups.hardware import hardware, peaks_at_work, summary
 from composer_speedups.recipe_schema import in_samples
 from composer_speedups.tasks.inputs import Mark
 from composer_speedups.tuning.progress import Display
@@ -44,12 +45,12 @@ class Tries:
         entries: what runs in them.
 
     Attributes:
-        facts: of the machine.
+        facts: of the machine; and it in words.
         samples: that the recipe's task has for training.
-        predicted: batch size -> peak of memory in bytes, as `memory.py` has it; empty where it is not known.
+        predicted: batch size -> peak of a rank's memory in bytes, as `memory.py` has it; empty where it is not known.
         seconds_per_sample: as the matmul peak suggests; 0 where that is not known.
         cuda: whether tries run on a GPU.
-        limit: bytes that a try may take; None where the machine's memory is not known.
+        limit: bytes that a rank of a try may take; None where the machine's memory is not known.
 
     Raises:
         SpeedUpUnavailable: the recipe cannot run on this machine.
@@ -60,14 +61,19 @@ class Tries:
         self.recipe, self.settings, self.isolation = recipe, settings, isolation
         kind = hardware()
         wanted = precision(recipe.to_dict(), kind)
-        payload = {"recipe": recipe, "peaks": {recipe.name: wanted}}
+        ranks = settings.ranks
+        payload = {"recipe": recipe, "peaks": {recipe.name: wanted}, "ranks": ranks}
         answer = look(isolation, payload, entries.survey, 1200)
         if answer["skip"]:
             raise SpeedUpUnavailable(f"{recipe.name} cannot run here: {next(iter(answer['skip'].values()))}")
         self.facts: dict[str, Any] = answer["environment"]
+        check_ranks(ranks, self.facts)
+        self.machine = f"{ranks} ranks of {summary(self.facts)}" if ranks > 1 else summary(self.facts)
         self.samples: int = answer["samples"]
-        self.predicted = {int(size): peak for size, peak in answer["memory"].items()}
-        self.seconds_per_sample = seconds_per_sample(recipe.to_dict(), answer["peaks"], kind) or 0.0
+        shared = 1 if settings.constant else ranks  # a microbatch is one rank's, a batch of all
+        self.predicted = {int(size) * shared: peak for size, peak in answer["memory"].items()}
+        peaks = peaks_at_work(answer["peaks"], self.facts)
+        self.seconds_per_sample = seconds_per_sample(recipe.to_dict(), peaks, kind) or 0.0
         self.cuda = self.facts["hardware"] == "cuda"
         self.limit = settings.memory_limit or self._whole_memory()
 
@@ -119,6 +125,7 @@ class Tries:
             timeout=self.settings.timeout,
             report=self.display.progress,
             tick=self.display.tick,
+            ranks=self.settings.ranks,
         )
         value = outcome.value if isinstance(outcome.value, dict) else {}
         status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
@@ -164,7 +171,7 @@ class Tries:
         return result
 
     def _whole_memory(self) -> int | None:
-        """The memory that a try may take where the user sets no limit."""
+        """The memory that a rank of a try may take where the user sets no limit."""
         if self.cuda:
             varying = self.recipe.task.padding != "max_length" or (
                 self.recipe.speedups.keys() & {"unpadding", *registry.regrouping()}
@@ -172,7 +179,7 @@ class Tries:
             total = min((gpu["memory_bytes"] for gpu in self.facts["gpus"]), default=None)
             share = _VARYING if varying else _SHARE["cuda"]
         else:
-            total, share = self.facts.get("memory_bytes"), _SHARE["cpu"]
+            total, share = self.facts.get("memory_bytes"), _SHARE["cpu"] / self.settings.ranks
         return None if total is None else round(share * total)
 
     def _warmup(self) -> str:

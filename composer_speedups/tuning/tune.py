@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ def tune(
             tries.begin(record, display, inputs)
             found, evidence, reasons = search.run()
         day = time.strftime("%Y-%m-%d")
-        head = [f"{day}: {command}" if command else f"{day}: tuned", f"On {hardware.summary(tries.facts)}"]
+        head = [f"{day}: {command}" if command else f"{day}: tuned", f"On {tries.machine}"]
         write_recipe(
             out,
             found,
@@ -148,7 +148,7 @@ def _refuse_microbatches(recipe: Recipe) -> None:
 
 def _asked(settings: Settings) -> dict[str, Any]:
     """What a search's tries depend on."""
-    asked = {k: v for k, v in asdict(settings).items() if k != "timeout"}
+    asked = settings.asked()
     return asked if settings.rate else asked | {"samples": settings.short}  # None says something of the rate only
 
 
@@ -181,7 +181,7 @@ def _announcement(search: Search, kept: int, out: Path) -> list[str]:
         beside = f" in short runs, and at most {whole} (--samples for less)"
     return [
         f"Tuning {recipe.name}: {'; then '.join(parts)}",
-        f"On {hardware.summary(tries.facts)}",
+        f"On {tries.machine}",
         *([f"{kept} tries of an earlier start are kept"] if kept else []),
         f"Budget: {settings.short:,} samples{beside}, each try a fresh process, about {duration(seconds)}. Ctrl-C "
         f"keeps what was found",

@@ -105,8 +105,3 @@ def test_one_process_has_nothing_to_exchange_and_its_row_is_skipped(monkeypatch)
     found = survey({"recipes": [recipe], "peaks": {}, "ranks": 2}, print)
     assert "gradient_as_bucket_view" not in found["skip"].get(recipe.name, "")
     assert found["environment"]["ranks"] == 2
-
-
-def test_what_is_about_one_process_is_refused_beside_ranks(capsys) -> None:
-    code, said = study(capsys, "cpu/fp32", "--ranks", "2", "--tune")
-    assert code == 2 and "--tune is about one process, --ranks 2 about several: tune first, then --ranks" in said
