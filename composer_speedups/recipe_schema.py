@@ -210,6 +210,14 @@ class RecipeFields(_Fields):
         """Whether the gradients of an update come from several forward passes."""
         return self.microbatch_size is not None and self.microbatch_size < self.batch_size
 
+    def unshared_by(self, ranks: int) -> str:
+        """Why `ranks` cannot have equal shares of the batches; empty if they can."""
+        sizes = {"batch_size": self.batch_size}
+        if self.evaluate and self.eval_batch_size:
+            sizes["eval_batch_size"] = self.eval_batch_size
+        wrong = [f"{key} {size}" for key, size in sizes.items() if size % ranks]
+        return f"{wrong[0]} cannot be shared by {ranks} ranks: choose a multiple of {ranks}" if wrong else ""
+
     @model_validator(mode="after")
     def _fits_together(self) -> RecipeFields:
         if self.microbatch_size is not None and self.microbatch_size > self.batch_size:

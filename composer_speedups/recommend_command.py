@@ -39,6 +39,9 @@ def recommend(
     ] = "bert-base-uncased",
     task: Annotated[str, typer.Option(help="docstrings, imdb, text or dummy.")] = "docstrings",
     minutes: Annotated[float, typer.Option(help="That it may take.")] = 15.0,
+    ranks: Annotated[
+        int, typer.Option(help="Processes that train together (DDP), which share each batch: one for each GPU.", min=1)
+    ] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the study [default: runs/recommend-MODEL-TASK].")] = None,
 ) -> None:
     """Find out which speed-ups help your model on this machine, and get the recipe to use.
@@ -57,12 +60,13 @@ def recommend(
     stem = "".join(c if c.isalnum() or c in "._-" else "_" for c in Path(model).name) or "model"
     folder = out if out is not None else Path("runs") / f"recommend-{stem}-{base.task.name}"
     words: list[Any] = ["composer-speedups", "recommend", "--model", model, "--task", task, *(options or ())]
+    words += ["--ranks", ranks] if ranks > 1 else []
     words += ["--minutes", f"{minutes:g}", "--out", folder]
     stop_on_termination()
     console = make_console()
     own_batch = any(override.startswith("batch_size=") for override in overrides)
     command = shlex.join(map(str, words))
-    found = run(base, minutes=minutes, out=folder, own_batch=own_batch, command=command, console=console)
+    found = run(base, minutes=minutes, out=folder, own_batch=own_batch, ranks=ranks, command=command, console=console)
     if found.interrupted:
         console.print("Stopped. The same command goes on from here.", style="yellow")
         raise typer.Exit(130)
@@ -155,8 +159,11 @@ def _show(found: Recommendation, console: Console) -> None:
         say(f"Trainer(..., {python_line(found.recipe.speedups)})")
     if found.path is not None:
         path = shlex.quote(str(found.path))
-        say(f"\nThe whole recipe: composer-speedups train {path}")
-        say(f"Its numbers against float64, here: composer-speedups verify {path}")
+        train, several = "composer-speedups train", ""
+        if found.ranks > 1:
+            train, several = f"composer -n {found.ranks} -m composer_speedups train", f" --ranks {found.ranks}"
+        say(f"\nThe whole recipe: {train} {path}")
+        say(f"Its numbers against float64, here: composer-speedups verify {path}{several}")
     if found.findings is not None and found.folder is not None:
         say(f"Report: {found.folder / 'report.html'}")
 

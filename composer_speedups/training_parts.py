@@ -38,7 +38,6 @@ __all__ = [
     "build_loader",
     "build_optimizer",
     "build_scheduler",
-    "unshared_batch",
 ]
 
 # name -> with warm-up, without
@@ -91,20 +90,11 @@ def build_scheduler(recipe: Recipe) -> ComposerScheduler:
     return with_warmup(t_warmup=recipe.schedule.warmup)
 
 
-def unshared_batch(recipe: Recipe, ranks: int) -> str:
-    """Why `ranks` cannot have equal shares of the recipe's batches; empty if they can."""
-    sizes = {"batch_size": recipe.batch_size}
-    if recipe.evaluate and recipe.eval_batch_size:
-        sizes["eval_batch_size"] = recipe.eval_batch_size
-    wrong = [f"{key} {size}" for key, size in sizes.items() if size % ranks]
-    return f"{wrong[0]} cannot be shared by {ranks} ranks: choose a multiple of {ranks}" if wrong else ""
-
-
 def build_loader(recipe: Recipe, task: Task, seed: int, *, train: bool) -> DataLoader | DataSpec:
     world = dist.get_world_size()
     size = recipe.batch_size if train else (recipe.eval_batch_size or recipe.batch_size)
     dataset = task.train if train else task.evaluation
-    if why := unshared_batch(recipe, world):
+    if why := recipe.unshared_by(world):
         raise TaskError(why)
     if train and len(dataset) < size:
         raise TaskError(f"batch_size {size} exceeds the {len(dataset)} training samples: lower it")

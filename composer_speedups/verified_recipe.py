@@ -16,7 +16,6 @@ from composer_speedups.training_parts import (
     available_algorithms,
     build_composer_model,
     build_optimizer,
-    unshared_batch,
 )
 from composer_speedups.verification import verify
 from composer_speedups.verified import SAMPLES, Verification
@@ -46,7 +45,7 @@ def verify_recipe(
     seed = recipe.seed if seed is None else seed
     algorithms = available_algorithms(recipe)
     ranks = dist.get_world_size()
-    if why := unshared_batch(recipe, ranks):
+    if why := recipe.unshared_by(ranks):
         raise TaskError(why)
     start_ranks()
     micro = None

@@ -29,7 +29,7 @@ _STAGES = {"mixed_precision": "PRECISION", "torch_compile": "COMPILE"}
 _SLOTS = {"fused_adamw": "optimizer", "foreach_adamw": "optimizer", "adamw_8bit": "optimizer"}
 
 
-FACTS = {"hardware": "cpu", "python": "3", "cpu": {"model": "fake"}, "threads": 1, "memory_bytes": 2**30}
+FACTS = {"hardware": "cpu", "python": "3", "cpu": {"model": "fake", "usable": 2}, "threads": 1, "memory_bytes": 2**30}
 
 
 def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
         "left_out": {"adafactor": "not tried: it is there to save memory"},
         "first": {"mixed_precision": {"dtype": "bf16"}, "fused_adamw": {}},
         "samples": int(os.environ.get("RECOMMEND_SAMPLES", "100000")),
-        "environment": FACTS,
+        "environment": FACTS | {"ranks": payload["ranks"]},
         "error": "the text has no column 'stars'" if payload["recipe"].task.name == "imdb" else "",
     }
 
@@ -71,7 +71,7 @@ def wordy(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
 
 
 def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
-    return {"environment": FACTS, "skip": {}, "peaks": {}, "unmeasured": {}, "error": ""}
+    return {"environment": FACTS | {"ranks": payload["ranks"]}, "skip": {}, "peaks": {}, "unmeasured": {}, "error": ""}
 
 
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
@@ -98,6 +98,8 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         speed *= GAINS.get(key, 1.0)
     worse = 0.05 * (seed % 3) if "unpadding" in keys and os.environ.get("RECOMMEND_WORSE") else 0.0
     spoilt = "unpadding" in keys and os.environ.get("RECOMMEND_SPOILT")
+    if "RANK" in os.environ:  # half of the machine
+        speed /= 2
     return {
         "status": "ok",
         "reason": "",

@@ -60,6 +60,29 @@ def test_the_best_together_are_recommended(tmp_path: Path):
     assert "Screening" in text and "Study" in text
 
 
+def test_for_several_ranks(tmp_path: Path):
+    """All runs are of as many, and so are the commands that it ends with."""
+    out = tmp_path / "out"
+    found, _ = made(out, 0.7, ranks=2)
+    assert found.findings is not None and found.findings.environment["ranks"] == 2 and found.ranks == 2
+    plain = next(row for row in found.findings.rows if row["recipe"] == "plain")
+    assert 45 < plain["samples_per_second"] < 55, "it ran as one process"
+    with Store(out / "screening" / "runs.sqlite", create=False) as store:
+        assert {facts["ranks"] for facts in store.environments().values()} == {2}
+    assert "--ranks 2" in found.answer.sentence
+    with pytest.raises(UserError, match=r"measured on another machine or stack \(.*ranks.*Choose another --out$"):
+        made(out, ranks=1)
+
+
+def test_ranks_share_the_batch(tmp_path: Path):
+    found, _ = made(tmp_path / "three", 0.5, ranks=2, base=plain(batch_size=20), own_batch=True)
+    assert found.recipe.batch_size == 20
+    with pytest.raises(UserError, match=r"^batch_size 5 cannot be shared by 2 ranks: choose a multiple of 2$"):
+        made(tmp_path / "five", ranks=2, base=plain(batch_size=5), own_batch=True)
+    with pytest.raises(UserError, match=r"^3 ranks need a core each, this machine has 2: use --ranks 2$"):
+        made(tmp_path / "four", ranks=3)
+
+
 def test_what_loses_quality_is_not_recommended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RECOMMEND_SPOILT", "1")
     found, _ = made(tmp_path / "out")
@@ -270,7 +293,7 @@ def test_what_is_there_for_memory_is_not_tried():
     from composer_speedups.recommend.jobs import candidates
 
     base = plain(task={"name": "dummy", "max_length": 8, "train_samples": 8}, model={"pretrained": False})
-    facts = candidates({"recipe": base}, lambda _: None)
+    facts = candidates({"recipe": base, "ranks": 1}, lambda _: None)
     assert set(facts["left_out"]) >= {"adafactor", "adamw_8bit", "gradient_checkpointing"}
     assert not set(facts["left_out"]) & {one["key"] for one in facts["candidates"]} and facts["candidates"]
     assert set(facts["left_out"]) == {key for key in registry.keys() if registry.speedup_class(key).for_memory}

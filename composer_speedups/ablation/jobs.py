@@ -13,7 +13,7 @@ from composer_speedups.recipes import Recipe, check_speedups
 from composer_speedups.results import Progress
 from composer_speedups.tasks.inputs import changed
 
-__all__ = ["PRELOAD", "share_cores", "survey", "train", "verify"]
+__all__ = ["PRELOAD", "look_for", "share_cores", "survey", "train", "verify"]
 
 # Imported once and shared by all runs. None of them may start a thread or touch CUDA.
 PRELOAD = (
@@ -42,11 +42,8 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     """
     import torch
 
-    from composer_speedups.training_parts import unshared_batch
-
     ranks = payload.get("ranks", 1)
-    if ranks > 1:
-        os.environ["WORLD_SIZE"] = str(ranks)  # what Composer, and speed-ups about several ranks, ask for
+    look_for(ranks)
     device = torch.device(hardware.hardware())
     answer: dict[str, Any] = {
         "environment": hardware.environment() | {"ranks": ranks},
@@ -65,7 +62,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
             continue
         except UserError as error:
             return answer | {"error": str(error)}
-        if why := unshared_batch(recipe, ranks):
+        if why := recipe.unshared_by(ranks):
             answer["skip"][recipe.name] = why
             continue
         reasons = {s.key(): why for s in speedups if (why := s.unavailable(device) or s.too_slow(device))}
@@ -80,6 +77,12 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         except RuntimeError as error:  # no such matmul on this device, or no memory for it
             answer["unmeasured"][precision] = str(error).partition("\n")[0]
     return answer
+
+
+def look_for(ranks: int) -> None:
+    """Have this process, which is to look before others train, find what each of `ranks` would."""
+    if ranks > 1:
+        os.environ["WORLD_SIZE"] = str(ranks)  # what Composer, and speed-ups about several ranks, ask for
 
 
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:

@@ -28,15 +28,15 @@ def short(recipe: Recipe, steps: int) -> Recipe:
 
 
 class Budget:
-    """The time until `end`, of `time.monotonic`, and what a run takes of it.
+    """The time until `end`, of `time.monotonic`, and what a run of `ranks` processes takes of it.
 
     Attributes:
         overhead: seconds of a run beside its steps; 0 before any has been measured.
         step: seconds of a step of the plain recipe; 0 before any has been measured.
     """
 
-    def __init__(self, end: float) -> None:
-        self.end = end
+    def __init__(self, end: float, ranks: int = 1) -> None:
+        self.end, self.ranks = end, ranks
         self.overhead = self.step = 0.0
 
     def left(self) -> float:
@@ -77,14 +77,15 @@ class Budget:
         Raises:
             UserError: it does not run, or not in the time that is left.
         """
-        sizes = [b for b in _BATCHES if (base.microbatch_size or 1) <= b <= max(samples, _BATCHES[-1])]
+        shared = [b // self.ranks * self.ranks for b in _BATCHES if b >= self.ranks]
+        sizes = [b for b in shared if (base.microbatch_size or 1) <= b <= max(samples, _BATCHES[-1])]
         if own_batch or not sizes:
             sizes = [base.batch_size]
         size = sizes[-1]
         recipe = short(base.model_copy(update={"batch_size": size}), _CALIBRATION)
         say(f"Calibrating: {_CALIBRATION} steps of the plain recipe, batch {size} ...", style="dim")
         payload = {"recipe": recipe.to_dict(), "seed": recipe.seed, "inspect": False}
-        outcome = isolation.run(payload, timeout=max(10.0, self.left()))
+        outcome = isolation.run(payload, timeout=max(10.0, self.left()), ranks=self.ranks)
         value = outcome.value if isinstance(outcome.value, dict) else {}
         status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
         if status == "timeout":

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from composer_speedups import doctor, hardware, registry
+from composer_speedups.ablation.jobs import look_for
 from composer_speedups.errors import UserError
 from composer_speedups.tasks import build_task
 
@@ -19,13 +20,18 @@ _FOR_MEMORY = "not tried: for memory and larger batches, and the batch stays as 
 def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     """Every registered speed-up with each of its choices, and the data made, so that no run has to.
 
+    Args:
+        payload: `recipe`, the plain one; `ranks`: processes of each run.
+        report: told of progress.
+
     Returns:
         `candidates`: those that work on this device, in the order in which to try them: `name`, `key`, `arguments`,
         `slot`, `stage`, `redundant_with`; `unavailable` and `left_out`: name -> why; `first`: what the doctor would
         switch on; `samples`: in the training set; `environment`: what `hardware.environment` says; `error`: what is
         wrong with the task or the model, or an empty string.
     """
-    recipe = payload["recipe"]
+    recipe, ranks = payload["recipe"], payload["ranks"]
+    look_for(ranks)
     device = torch.device(hardware.hardware())
     found: list[dict[str, Any]] = []
     unavailable: dict[str, str] = {}
@@ -57,7 +63,7 @@ def candidates(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[s
     )
     answer: dict[str, Any] = {"candidates": found, "unavailable": unavailable, "left_out": left_out, "first": first}
     answer |= {"samples": 0, "error": ""}
-    answer["environment"] = hardware.environment()
+    answer["environment"] = hardware.environment() | {"ranks": ranks}
     try:
         say = lambda text: report({"phase": "data", "message": text})  # noqa: E731
         answer["samples"] = len(build_task(recipe.task, recipe.model, seed=recipe.seed, progress=say).train)

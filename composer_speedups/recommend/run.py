@@ -17,6 +17,7 @@ from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.look import look
 from composer_speedups.ablation.output import Findings, findings
+from composer_speedups.ablation.ranks import check_ranks
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.study import Entries, Settings, Study, run_study
@@ -53,6 +54,7 @@ class Recommendation:
     findings: Findings | None
     interrupted: bool = False
     folder: Path | None = None  # of the report
+    ranks: int = 1  # that it is for
 
 
 def recommend(
@@ -61,6 +63,7 @@ def recommend(
     minutes: float,
     out: Path,
     own_batch: bool = False,
+    ranks: int = 1,
     command: str = "",
     console: Console | None = None,
     entries: Entries = ENTRIES,
@@ -73,6 +76,7 @@ def recommend(
         minutes: that it may take.
         out: the folder of the study; the screening goes into a folder in it.
         own_batch: the batch size is the user's, and not to be made smaller to fit the time.
+        ranks: processes of each run (DDP), which share its batches: one for each GPU.
         command: how this was asked for.
         console: where progress is shown.
         entries: what runs in the processes.
@@ -83,13 +87,15 @@ def recommend(
     """
     if not minutes > 0 or minutes > 100_000:
         raise UserError(f"--minutes must be positive, got {minutes:g}. Write e.g. --minutes 15")
+    if own_batch and (why := base.unshared_by(ranks)):
+        raise UserError(why)
     console = console or Console()
     end = time.monotonic() + minutes * 60
     if os.path.exists(out) and not os.path.isdir(out):
         raise UserError(f"--out {out} is no folder. Choose another --out")
     check_writable(out)
     with Isolation(entries.train, entries.preload) as isolation:
-        work = _Work(base, out, end, own_batch, command, console, entries, isolation)
+        work = _Work(base, out, end, own_batch, ranks, command, console, entries, isolation)
         try:
             return work.go(candidates, minutes)
         except KeyboardInterrupt:
@@ -105,14 +111,15 @@ class _Work:
         out: Path,
         end: float,
         own_batch: bool,
+        ranks: int,
         command: str,
         console: Console,
         entries: Entries,
         isolation: Isolation,
     ) -> None:
-        self.base, self.out, self.own_batch = base, out, own_batch
+        self.base, self.out, self.own_batch, self.ranks = base, out, own_batch, ranks
         self.command, self.console, self.entries, self.isolation = command, console, entries, isolation
-        self.budget = Budget(end)
+        self.budget = Budget(end, ranks)
         self.order: list[str] = []
         self.dataset = 0  # samples of an epoch
         self.told = False  # whether the screening told anything
@@ -122,7 +129,8 @@ class _Work:
         what = f"{self.base.model.name} on {self.base.task.name}"
         say(f"Up to {duration(minutes * 60)} for {what}", highlight=False, markup=False)
         say("Looking at this machine, and at the data ...", style="dim")
-        facts = look(self.isolation, {"recipe": self.base}, candidates, 1200)
+        facts = look(self.isolation, {"recipe": self.base, "ranks": self.ranks}, candidates, 1200)
+        check_ranks(self.ranks, facts["environment"])
         self.order = [*self.base.speedups, *(one["key"] for one in facts["candidates"])]
         rejected = {name: f"unavailable: {reason}" for name, reason in facts["unavailable"].items()} | facts["left_out"]
         self.dataset = facts["samples"]
@@ -183,7 +191,9 @@ class _Work:
         again = bool(stored) and plain_failed(folder)
         study = Study(rows, [self.base.seed], folder, _SCREENED, PLAIN, self.command, planned=True)
         expected = self.budget.seconds(rows[0])
-        settings = Settings(limit, again, inspect=False, until=until, expected=expected, entries=self.entries)
+        settings = Settings(
+            limit, again, inspect=False, ranks=self.ranks, until=until, expected=expected, entries=self.entries
+        )
         result = run_study(study, settings, console=self.console, isolation=self.isolation)
         if result.interrupted:
             raise KeyboardInterrupt
@@ -244,7 +254,8 @@ class _Work:
             if row.description != row.name:
                 self.console.print(f"{row.name}: {row.description}", markup=False, highlight=False)
         study = Study(rows, seeds, folder, self.out.name, PLAIN, self.command, planned=True)
-        settings = Settings(inspect=False, until=self.budget.end - _RESERVE / 2, expected=run, entries=self.entries)
+        until = self.budget.end - _RESERVE / 2
+        settings = Settings(inspect=False, ranks=self.ranks, until=until, expected=run, entries=self.entries)
         result = run_study(study, settings, console=self.console, isolation=self.isolation)
         if result.interrupted:
             raise KeyboardInterrupt
@@ -257,6 +268,7 @@ class _Work:
         """The command that trains the plain recipe and the recommended one to their end."""
         files = [self.out / f"{PLAIN}.yaml", self.out / RECOMMENDED]
         words = ["composer-speedups", "ablate", *files, "--seeds", _SEEDS[0], "--out", self.out / "quality"]
+        words += ["--ranks", self.ranks] if self.ranks > 1 else []
         return shlex.join(map(str, words))
 
     def _finished(
@@ -272,7 +284,9 @@ class _Work:
         path = write_recommended(self.out, recipe, self.base, found.sentence, reasons, self.command)
         if found.row is not None:
             write_plain(self.out, self.base.model_copy(update={"batch_size": batch}))
-        return Recommendation(Answer(found.row, found.sentence, reasons), recipe, path, result, folder=folder)
+        return Recommendation(
+            Answer(found.row, found.sentence, reasons), recipe, path, result, folder=folder, ranks=self.ranks
+        )
 
     def _stored(self, folder: Path) -> list[Recipe]:
         return stored_rows(folder, self.base, self.own_batch)
