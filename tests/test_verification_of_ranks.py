@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from contract import usable
 from exchanges import worked
-from verify_worker import FAULTS, TRIES, in_bf16
+from verify_worker import FAULTS, SPEEDUPS, TRIES, in_bf16
 
 from composer_speedups.cli import main
 from composer_speedups.verified import Verification
 
 pytestmark = pytest.mark.timeout(600)
+TOGETHER = {"gradient_as_bucket_view", "gradient_compression"}  # which one process cannot use
+ALONE = {"gradient_release": "gradient_release is for one process: DDP keeps all gradients in its buckets"}
 TINY = [
     "task={name: dummy, max_length: 32, mean_length: 16, length_std: 6, vocabulary: 256, train_samples: 64, "
     "eval_samples: 16}",
@@ -41,6 +44,7 @@ def two(tmp_path_factory) -> dict[str, list[Any]]:
     return torch.load(worked(tmp_path_factory, "verify_worker.py") / "results.pt")
 
 
+@pytest.mark.elsewhere
 @pytest.mark.parametrize("name", WELL)
 def test_holds_on_two_ranks(name: str, two) -> None:
     first, second = two[name]
@@ -51,6 +55,7 @@ def test_holds_on_two_ranks(name: str, two) -> None:
     assert error <= allowed
 
 
+@pytest.mark.elsewhere
 @pytest.mark.parametrize("name", WRONG)
 def test_what_goes_wrong_with_several_ranks_is_found(name: str, two) -> None:
     first, second = two[name]
@@ -58,15 +63,28 @@ def test_what_goes_wrong_with_several_ranks_is_found(name: str, two) -> None:
     assert any(WRONG[name] in line for line in first["wrong"]), first
 
 
+@pytest.mark.elsewhere
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_ranks_cannot_share_is_refused(name: str, two) -> None:
     assert all(found.startswith(f"UserError: {REFUSED[name]}") for found in two[name]), two[name]
 
 
+@pytest.mark.elsewhere
+@pytest.mark.parametrize("key", SPEEDUPS)
+def test_each_speed_up_holds_on_two_ranks(key: str, two) -> None:
+    first, second = two[key]
+    if key in ALONE or not (usable(key) or key in TOGETHER):
+        assert first.startswith("SpeedUpUnavailable: ") and ALONE.get(key, "") in first, first
+        return
+    assert first["wrong"] == second["wrong"] == [] and first["comparisons"] == second["comparisons"], first
+    assert first["notes"] == [], "it changed nothing, and nothing is shown"
+
+
 def test_all_that_was_tried_is_looked_at() -> None:
-    assert {*WELL, *WRONG, *REFUSED} == {*TRIES} and {*FAULTS} < {*WRONG}
+    assert {*WELL, *WRONG, *REFUSED, *SPEEDUPS} == {*TRIES} and {*FAULTS} < {*WRONG} and {*ALONE} < {*SPEEDUPS}
 
 
+@pytest.mark.elsewhere
 def test_what_is_rounded_on_its_way_is_compared_so_and_in_float32(two) -> None:
     def errors(name: str) -> dict[str, float]:
         return {precision: error for precision, step, _, error in two[name][0]["comparisons"] if step == 1}
@@ -79,6 +97,7 @@ def test_what_is_rounded_on_its_way_is_compared_so_and_in_float32(two) -> None:
     assert [*errors("bf16, sent in bf16")] == ["bf16, sent in bf16", "float32"]
 
 
+@pytest.mark.elsewhere
 def test_under_ddp_it_is_seen_in_which_dtype_the_model_runs(two) -> None:
     """On a CPU autocast is a class of the model's, which is inside of DDP then."""
     kernel = in_bf16()["changed"]["unpadding"]["kernel"]
@@ -100,6 +119,7 @@ def test_the_command_on_two_ranks(capsys, monkeypatch) -> None:
     assert said.endswith("yes: cpu/fp32 computes what its model does without speed-ups")
 
 
+@pytest.mark.elsewhere
 @pytest.mark.parametrize(
     ("words", "message"),
     [

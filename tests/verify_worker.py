@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from composer.core import Event
 from composer.models import HuggingFaceModel
-from contract import bert, loader
+from contract import bert, case, loader, make
 from exchange_worker import own_hook
 from together import end_together
 
 import composer_speedups as cs
+from composer_speedups import registry
 from composer_speedups.algorithms import token_budget_batches
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.verification import verify
@@ -96,6 +97,8 @@ FAULTS = (
     "the texts of the first rank",
     "nothing is exchanged",
 )
+# Each by itself, on a model that it changes.
+SPEEDUPS = registry.keys()
 TRIES: dict[str, Any] = {
     "plain": lambda: try_on("classification"),
     "plain, accumulated": lambda: try_on("classification", microbatch_size=2),
@@ -111,6 +114,7 @@ TRIES: dict[str, Any] = {
     "budget mlm, not weighed": lambda: without_weighing("mlm"),
     "seven samples": lambda: try_on("classification", samples=7),
     "labels of tokens, accumulated": lambda: try_on("mlm", microbatch_size=2),
+    **{key: lambda key=key: try_on(case(key).head, make(key)) for key in SPEEDUPS},
     **{fault: lambda fault=fault: try_on("classification", Fault(fault)) for fault in FAULTS},
 }
 
