@@ -139,10 +139,7 @@ def _say_not_compared(findings: Findings, console: Console) -> None:
     for name, why in failed.items():
         say(f"{name}: {why}")
     if late := [row["recipe"] for row in rows if row["recipe"] not in failed]:
-        say(
-            f"No numbers were compared of {', '.join(late)}: their first runs were made without --verify. For one: "
-            f"composer-speedups verify {late[0]}"
-        )
+        say(f"No numbers were compared yet of {', '.join(late)}")
 
 
 def _seeds(first: int, count: int) -> list[int]:

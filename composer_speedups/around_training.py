@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from composer import Trainer
 from composer.algorithms.warnings import NoEffectWarning
 from composer.utils import dist
 
@@ -17,7 +18,13 @@ from composer_speedups.errors import OutOfMemory, is_out_of_memory
 from composer_speedups.measure import Measurement
 from composer_speedups.recipes import Recipe
 
-__all__ = ["collected_warnings", "explained_out_of_memory", "stop_on_interrupt", "without_what_is_normal"]
+__all__ = [
+    "close_trainer",
+    "collected_warnings",
+    "explained_out_of_memory",
+    "stop_on_interrupt",
+    "without_what_is_normal",
+]
 
 
 @contextlib.contextmanager
@@ -107,3 +114,11 @@ def collected_warnings() -> Iterator[list[str]]:
         yield texts
     finally:
         warnings.showwarning, warnings.formatwarning = show, layout
+
+
+def close_trainer(trainer: Trainer, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Composer's `close` waits for all ranks: one that failed would wait for those that wait for its gradients."""
+    if error is not None and dist.get_world_size() > 1:
+        trainer.engine.close()
+    else:
+        trainer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from composer.models import ComposerModel
@@ -119,10 +120,19 @@ def off(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def _same(one: Step, other: Step) -> bool:
-    tensors: list[list[torch.Tensor]] = [[*one.weights.values()], [*other.weights.values()]]
-    for step, found in zip((one, other), tensors, strict=True):
-        mapped(step.batch, lambda x, found=found: found.append(x) or x)
-    return len(tensors[0]) == len(tensors[1]) and all(map(torch.equal, *tensors))
+    first, second = ([*step.weights.values(), *_tensors(step.batch)] for step in (one, other))
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(batch, note)
+    return found
 
 
 def _stock(plain: ComposerModel, step: Step, dtype: torch.dtype | None, sent_in: torch.dtype | None) -> Gradients:

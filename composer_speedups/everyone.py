@@ -5,13 +5,15 @@ All of it is for all ranks to call. With one process each gives back what it was
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from composer.utils import dist
 
-__all__ = ["everyones", "leave_ranks", "start_ranks", "summed", "worst"]
+__all__ = ["differing", "everyones", "leave_ranks", "start_ranks", "summed", "worst"]
 
 T = TypeVar("T")
 
@@ -48,6 +50,18 @@ def everyones(value: T) -> list[T]:
     return [value] if dist.get_world_size() == 1 else list(dist.all_gather_object(value))
 
 
-def worst(value: T, how_bad: Callable[[T], Any]) -> T:
-    """The value of the rank for which `how_bad` is largest: the same on all."""
-    return max(everyones(value), key=how_bad)
+def worst(value: T, how_bad: Callable[[T], float]) -> T:
+    """The value of the rank for which `how_bad` is largest, or no number: the same on all."""
+    return max(everyones(value), key=lambda one: math.inf if math.isnan(bad := how_bad(one)) else bad)
+
+
+def differing(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of one of `tensors` that has other bits on another rank; None if there is none."""
+    if dist.get_world_size() == 1:
+        return None
+    digests = everyones({name: _digest(tensor) for name, tensor in tensors.items()})
+    return next((name for name in tensors if any(other.get(name) != digests[0][name] for other in digests)), None)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -25,9 +25,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from composer_speedups import compat
 from composer_speedups.algorithms.mixed_precision import low_precision_of
+from composer_speedups.around_training import close_trainer
 from composer_speedups.batching import sample_lengths
 from composer_speedups.errors import UserError
-from composer_speedups.everyone import everyones
+from composer_speedups.everyone import differing, everyones
 from composer_speedups.optimizers import describe, is_adamw
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.true_gradients import Gradients, mapped
@@ -78,6 +79,7 @@ class Watch(Callback):
         was_adamw: whether the optimizer was an AdamW before any speed-up.
         optimizer: the one that made the steps; whether it is an AdamW, and has states of 8 bits.
         not_finite: the step at which all was given up, as its gradients were not; 0 if none.
+        apart: what ranks have each of their own, and since which step; empty if nothing.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Watch(Callback):
         self.rounded = False  # whether float32 products are
         self.was_adamw = False
         self.optimizer, self.is_adamw, self.in_8_bits = "", False, False
-        self.overflows, self.not_finite = 0, 0
+        self.overflows, self.not_finite, self.apart = 0, 0, ""
         self.released: dict[str, torch.Tensor] = {}
         self._step: Step | None = None
         self._rows, self._share = 0, 0.0
@@ -118,7 +120,9 @@ class Watch(Callback):
         """Of this rank's part in the batch of all."""
         part = float(_rows(batch))
         if self.by_tokens and of_tokens(batch) and "attention_mask" in batch:
-            if self._share:  # of the samples that were counted before the first step; the others have other lengths
+            # The samples were dealt out by their lengths before the first step, and those of the last step are others.
+            # There is one batch, of all samples: it has the same shares in each epoch.
+            if self._share:
                 return self._share
             part = float(batch["attention_mask"].sum())
         self._share = part / (sum(everyones(part)) or 1.0)
@@ -151,6 +155,8 @@ class Watch(Callback):
                 self.kept.append(step)
             self.parts.append(step.part)
             self.after = {name: part_of(p) for p, name in self.names.items()}
+            if not self.apart and (name := differing(self.after)) is not None:
+                self.apart = f"{name}: ranks have different weights after step {step.number}"
             self._look_at(state.optimizers[0])
         else:
             self.overflows += 1
@@ -268,10 +274,9 @@ def train(
             log_to_console=False,
             auto_log_hparams=False,
         )
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.push(partial(close_trainer, trainer))
             trainer.fit()
-        finally:
-            trainer.close()
     return watch, {speedup.key(): dict(speedup.evidence) for speedup in speedups}, said
 
 

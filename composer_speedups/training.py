@@ -15,6 +15,7 @@ from composer.models import HuggingFaceModel
 from composer.utils import dist, reproducibility
 
 from composer_speedups.around_training import (
+    close_trainer,
     collected_warnings,
     explained_out_of_memory,
     stop_on_interrupt,
@@ -120,7 +121,7 @@ def run(
                 checkpoints,
                 checkpoint_interval,
             )
-        stack.push(partial(_close, trainer))
+        stack.push(partial(close_trainer, trainer))
         with explained_out_of_memory(recipe, measurement):
             nothing_left = _fit(trainer, recipe, resume)
         result = run_result(recipe, seed, trainer, measurement, task)
@@ -138,14 +139,6 @@ def run(
         if save is not None and good and dist.get_global_rank() == 0:
             save_model(model, task, Path(save))
     return result
-
-
-def _close(trainer: Trainer, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """Composer's `close` waits for all ranks: one that failed would wait for those that wait for its gradients."""
-    if error is not None and dist.get_world_size() > 1:
-        trainer.engine.close()
-    else:
-        trainer.close()
 
 
 def _fit(trainer: Trainer, recipe: Recipe, resume: bool) -> bool:

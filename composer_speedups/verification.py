@@ -33,7 +33,7 @@ from composer_speedups import registry
 from composer_speedups.algorithms.gradient_compression import GradientCompression
 from composer_speedups.compared_steps import SHORT, Reference, compare, looked_again, off
 from composer_speedups.errors import UserError
-from composer_speedups.everyone import everyones, start_ranks, worst
+from composer_speedups.everyone import differing, everyones, start_ranks, worst
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import stock_class
 from composer_speedups.trained_steps import Step, Watch, one_batch, part_of, train
@@ -67,6 +67,8 @@ def verify(
             rank.
         say: is told what is being done.
 
+    On several ranks, for all of them to call; what one of them raises must end it, as the others may wait for it.
+
     Raises:
         UserError: what was given cannot be compared, as an algorithm that is no speed-up, a model that has some already
             or that gives another loss each time without dropout; or it cannot be used here.
@@ -77,6 +79,8 @@ def verify(
     """
     algorithms = _checked(model, dataloader, algorithms, samples, microbatch_size)
     start_ranks()
+    if (name := differing(model.state_dict())) is not None:
+        raise UserError(f"the ranks' models differ in {name}: make them from one seed, or load one file on all ranks")
     plain = copy.deepcopy(model)
     without_dropout(plain)
     optimizer = optimizer or _adamw
@@ -102,6 +106,8 @@ def verify(
             exact, *_ = run(loader, _in_float32(algorithms))
             comparisons += [compare(true, step, exact.dtype, None) for step in exact.kept]
         except UserError as error:
+            if dist.get_world_size() > 1:  # it need not be all ranks', and they would wait for this one
+                raise
             notes.append(f"not compared in float32: {error}")
     fewer = min(own, max(2, own // 4)) * dist.get_world_size()
     if watch.parts and not off(c for c in comparisons if c.precision == "float32"):
@@ -112,7 +118,7 @@ def verify(
             say,
         )
         notes += chance
-    updates = worst(compare_updates(plain, optimizer, algorithms, watch), lambda one: one.error if one else -1.0)
+    updates = worst(compare_updates(plain, optimizer, algorithms, watch), _excess)
     seen += another_optimizer(algorithms, watch)
     mask = first.batch.get("attention_mask") if isinstance(first.batch, Mapping) else None
     masks = [one for one in everyones(mask) if one is not None]
@@ -127,6 +133,11 @@ def verify(
         notes,
         list(dict.fromkeys(line for lines in everyones(wrong) for line in lines)),
     )
+
+
+def _excess(updates: Updates | None) -> float:
+    """How large the error is for what is allowed; below 0 where there is nothing to judge."""
+    return -1.0 if updates is None or updates.allowed is None else updates.error / max(updates.allowed, 1e-30)
 
 
 def _checked(
@@ -179,10 +190,14 @@ def _rounds(algorithm: Algorithm) -> bool:
 
 
 def _check_repeatable(plain: ComposerModel, step: Step) -> None:
-    one, other = (loss_of(plain, step.batch, step.weights) for _ in range(2))
-    if not math.isfinite(one):
-        raise UserError(f"the plain model's loss is {one} without any speed-up: look at its weights and at the texts")
-    if not math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6):
+    found = everyones(tuple(loss_of(plain, step.batch, step.weights) for _ in range(2)))
+    for one, other in found:
+        if not math.isfinite(one):
+            raise UserError(
+                f"the plain model's loss is {one} without any speed-up: look at its weights and at the texts"
+            )
+        if math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6):
+            continue
         raise UserError(
             f"the plain model's loss is {one:.6g} and then {other:.6g} for the same batch, with every dropout rate "
             "that was found at 0: switch off first what else draws random numbers in it"
@@ -217,6 +232,7 @@ def _wrong(plain: ComposerModel, comparisons: Sequence[Comparison], updates: Upd
     other = [name for name, p in plain.named_parameters() if name in began and not torch.equal(p.cpu(), began[name])]
     wrong = [f"{name}: other weights than the plain model's before the first step" for name in other[:1]]
     wrong += off(comparisons)
+    wrong += [watch.apart] * bool(watch.apart)
     if watch.not_finite:
         wrong.insert(0, f"step {watch.not_finite}: its gradients are not finite")
     before = {name: part_of(weight) for name, weight in watch.kept[0].weights.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["as_rank", "look", "verify_in_ranks"]
 
+# How a reason begins that is no user's mistake: with the error's class.
+_PROGRAMS = re.compile(r"(rank \d+: )?[A-Z]\w*(Error|Exception|Exit): ")
 _ERRORS = {"skipped": SpeedUpUnavailable, "out_of_memory": OutOfMemory}
 
 
@@ -38,7 +42,9 @@ def verify_in_ranks(
     payload = {"recipe": recipe, "ranks": ranks, "samples": samples, "seed": seed}
     with Isolation(f"{__name__}:as_rank", (*PRELOAD, "composer_speedups.verified_recipe")) as isolation:
         machine = _value(isolation.run(payload, entry=f"{__name__}:look"))  # before there are too many processes
-        found = _value(isolation.run(payload, report=say, ranks=ranks))
+        outcome = isolation.run(payload, report=say, ranks=ranks)
+    fewer = samples // ranks // 2 * ranks
+    found = _value(outcome, f"try --samples {fewer}" if fewer else "try a shorter task.max_length")
     return Verification.read(found), machine
 
 
@@ -63,7 +69,10 @@ def as_rank(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str,
     return asdict(verify_recipe(payload["recipe"], samples=payload["samples"], seed=payload["seed"], say=report))
 
 
-def _value(outcome: Outcome) -> Any:
-    if outcome.status != "ok":
-        raise _ERRORS.get(outcome.status, UserError)(outcome.reason)
-    return outcome.value
+def _value(outcome: Outcome, remedy: str = "") -> Any:
+    if outcome.status == "ok":
+        return outcome.value
+    if _PROGRAMS.match(outcome.reason):
+        print(outcome.log, file=sys.stderr)
+    reason = f"{outcome.reason}; {remedy}" if outcome.killed and remedy else outcome.reason
+    raise _ERRORS.get(outcome.status, UserError)(reason)

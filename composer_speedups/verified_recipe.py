@@ -45,7 +45,7 @@ def verify_recipe(
     seed = recipe.seed if seed is None else seed
     algorithms = available_algorithms(recipe)
     ranks = dist.get_world_size()
-    if why := recipe.unshared_by(ranks):
+    if why := recipe.model_copy(update={"evaluate": False}).unshared_by(ranks):
         raise TaskError(why)
     start_ranks()
     micro = None

@@ -52,7 +52,7 @@ def verify(
     started = int(os.environ.get("WORLD_SIZE", "1"))  # by composer -n or torchrun: this is one of them
     samples = samples_for(max(ranks, started)) if samples is None else samples
     console = make_console()
-    console.quiet = os.environ.get("RANK", "0") != "0"
+    console.quiet = started > 1 and os.environ.get("RANK", "0") != "0"
     say = partial(console.print, style="dim", markup=False, emoji=False, highlight=False, soft_wrap=True)
     say("loading torch and Composer ...")
     tell = lambda text: say(f"{text} ...")  # noqa: E731

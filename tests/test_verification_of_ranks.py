@@ -27,6 +27,7 @@ WELL = ("plain", "plain, accumulated", "plain mlm", "bf16", "views", "sent in bf
 WELL += ("bf16, sent in bf16", "budget", "budget mlm", "budget mlm, every batch")
 REFUSED = {
     "seven samples": "samples 7 cannot be shared by 2 ranks: choose a multiple of 2",
+    "other models": "the ranks' models differ in model.bert.pooler.dense.bias: make them from one seed",
     "labels of tokens, accumulated": "microbatch_size is for models with one label a sample",
 }
 WRONG = {
@@ -35,6 +36,10 @@ WRONG = {
     "the rate of one rank": "updates of torch AdamW",
     "the texts of the first rank": "step 1 in float32",
     "nothing is exchanged": "step 1 in float32",
+    "a gradient after the exchange": "ranks have different weights after step 2",
+    "a weight of one rank": "ranks have different weights after step 2",
+    "a weight that is no number": "ranks have different weights after step 4",
+    "an update that is no number": "updates of torch AdamW (for-loop): nan off AdamW's",
     "budget mlm, not weighed": "step 1 in float32",
 }
 
@@ -59,7 +64,7 @@ def test_holds_on_two_ranks(name: str, two) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_what_goes_wrong_with_several_ranks_is_found(name: str, two) -> None:
     first, second = two[name]
-    assert first == second
+    assert first["wrong"] == second["wrong"]
     assert any(WRONG[name] in line for line in first["wrong"]), first
 
 

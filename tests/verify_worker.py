@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from typing import Any
@@ -23,12 +24,17 @@ from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.verification import verify
 
 
-def try_on(head: str, *algorithms: Any, **options: Any) -> dict[str, Any]:
-    def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, foreach=False, fused=False)
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, foreach=False, fused=False)
 
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def try_on(head: str, *algorithms: Any, optimizer: Any = adamw, **options: Any) -> dict[str, Any]:
     model = HuggingFaceModel(bert(head), use_logits=True)
-    found = verify(model, loader(head), algorithms, adamw, **options)
+    found = verify(model, loader(head), algorithms, optimizer, **options)
     return {
         "wrong": found.wrong,
         "notes": found.notes,
@@ -44,7 +50,7 @@ class Fault(SpeedUp):
     """What goes wrong with several ranks only."""
 
     stage = Stage.OPTIMIZER
-    events = frozenset({Event.FIT_START})
+    events = frozenset({Event.FIT_START, Event.AFTER_TRAIN_BATCH})
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
@@ -62,10 +68,24 @@ class Fault(SpeedUp):
             forward, loss = state.model.forward, state.model.loss
             state.model.forward = lambda batch: forward(other(batch))
             state.model.loss = lambda out, batch: loss(out, other(batch))
+        elif rank and self.fault in AFTER_A_STEP:
+            steps = []
+
+            @torch.no_grad()
+            def spoil(*_) -> None:
+                steps.append(0)
+                if len(steps) == (4 if "no number" in self.fault else 2):
+                    dense.weight.mul_(math.nan if "no number" in self.fault else 1.01)
+
+            state.optimizers[0].register_step_post_hook(spoil)
         self.report(logger, 1, "")
 
     def on_event(self, event, state, logger) -> None:
-        if self.fault == "nothing is exchanged":
+        if event is Event.AFTER_TRAIN_BATCH:
+            late = self.fault == "a gradient after the exchange" and int(state.timestamp.batch) in (1, 2)
+            for parameter in state.model.parameters() if late and torch.distributed.get_rank() else ():
+                parameter.grad *= 1.5
+        elif self.fault == "nothing is exchanged":
             state.model.register_comm_hook(None, alone)
 
 
@@ -86,16 +106,26 @@ def without_weighing(head: str) -> dict[str, Any]:
         token_budget_batches.weigh = weigh
 
 
+def other_models() -> dict[str, Any]:
+    model = HuggingFaceModel(bert(), use_logits=True)
+    if torch.distributed.get_rank():
+        with torch.no_grad():
+            model.model.bert.pooler.dense.bias += 1e-3
+    return verify(model, loader(), []).summary()
+
+
 def in_bf16() -> dict[str, Any]:
     return try_on("classification", cs.MixedPrecision("bf16"), cs.Unpadding())
 
 
+AFTER_A_STEP = ("a weight of one rank", "a weight that is no number")
 FAULTS = (
     "a gradient of one rank",
     "the loss of one rank",
     "the rate of one rank",
     "the texts of the first rank",
     "nothing is exchanged",
+    "a gradient after the exchange",
 )
 # Each by itself, on a model that it changes.
 SPEEDUPS = registry.keys()
@@ -115,6 +145,9 @@ TRIES: dict[str, Any] = {
     "seven samples": lambda: try_on("classification", samples=7),
     "labels of tokens, accumulated": lambda: try_on("mlm", microbatch_size=2),
     **{key: lambda key=key: try_on(case(key).head, make(key)) for key in SPEEDUPS},
+    **{fault: lambda fault=fault: try_on("classification", Fault(fault), optimizer=sgd) for fault in AFTER_A_STEP},
+    "an update that is no number": lambda: try_on("classification", Fault("a weight that is no number")),
+    "other models": other_models,
     **{fault: lambda fault=fault: try_on("classification", Fault(fault)) for fault in FAULTS},
 }
 

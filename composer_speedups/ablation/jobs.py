@@ -94,11 +94,8 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     from composer_speedups.training import run
 
     share_cores()
-    if path := changed(payload.get("inputs") or {}):
-        raise TaskError(f"{path} has changed since the study began: put back what it held, or choose another --out")
-    recipe = Recipe.model_validate(payload["recipe"])
     return run(
-        recipe,
+        _recipe(payload),
         seed=payload["seed"],
         report=lambda progress: report(asdict(progress)),
         inspect=bool(payload.get("inspect")),
@@ -108,14 +105,13 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
 def verify(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     """What `verify` finds of `payload["recipe"]` with `payload["seed"]`, as a table has it.
 
-    `payload["samples"]`: texts in the batch, of all ranks together.
+    `payload["samples"]`: texts in the batch, of all ranks together. `payload["inputs"]`: as `train` has them.
     """
     from composer_speedups.verified_recipe import verify_recipe
 
     share_cores()
-    recipe = Recipe.model_validate(payload["recipe"])
     say = lambda line: report(asdict(Progress("verify", message=line)))  # noqa: E731
-    return verify_recipe(recipe, samples=payload["samples"], seed=payload["seed"], say=say).summary()
+    return verify_recipe(_recipe(payload), samples=payload["samples"], seed=payload["seed"], say=say).summary()
 
 
 def share_cores() -> None:
@@ -125,3 +121,9 @@ def share_cores() -> None:
 
     if (ranks := dist.get_world_size()) > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+
+
+def _recipe(payload: dict[str, Any]) -> Recipe:
+    if path := changed(payload.get("inputs") or {}):
+        raise TaskError(f"{path} has changed since the study began: put back what it held, or choose another --out")
+    return Recipe.model_validate(payload["recipe"])

@@ -24,7 +24,6 @@ _PHASES = {
     "model": "building the model",
     "train": "training",
     "eval": "evaluating",
-    "verify": "comparing its numbers with float64",
 }
 
 
@@ -40,7 +39,7 @@ class Display:
         self._expected: Mapping[str, float | None] = {}
         self._started = self._drawn = 0.0
         self._last: dict[str, Any] = {}
-        self._waiting = ""
+        self._between = ""
 
     def __enter__(self) -> Display:
         if self._live is not None:
@@ -54,7 +53,7 @@ class Display:
     def start(self, run: Run, runs: Sequence[Run], expected: Mapping[str, float | None]) -> None:
         """A run begins."""
         self._run, self._runs, self._expected = run, runs, expected
-        self._started, self._last, self._waiting = time.monotonic(), {}, ""
+        self._started, self._last, self._between = time.monotonic(), {}, ""
         if self._live is None:
             self._say(f"{self._position()} {escape(self._label(run))} started{self._left()}")
         self._draw(force=True)
@@ -69,9 +68,13 @@ class Display:
 
     def waiting(self, why: str) -> None:
         """Nothing to do but wait for another process."""
-        if why != self._waiting and self._live is None:
-            self._say(f"waiting: {why}")
-        self._waiting, self._run = why, None
+        self.between_runs(f"waiting: {why}")
+
+    def between_runs(self, what: str) -> None:
+        """Something is done that is no run."""
+        if what != self._between and self._live is None:
+            self._say(escape(what))
+        self._between, self._run, self._last = what, None, {}
         self._draw(force=True)
 
     def finished(self, run: Run, status: str, reason: str, outcome: Outcome) -> None:
@@ -111,7 +114,7 @@ class Display:
 
     def _line(self) -> str:
         if self._run is None:
-            return f"waiting: {self._waiting}" if self._waiting else ""
+            return "  ".join(escape(part) for part in (self._between, str(self._last.get("message") or "")) if part)
         last = self._last
         parts = [f"[bold]{escape(self._label(self._run).rstrip())}[/] {_PHASES.get(last.get('phase', ''), 'starting')}"]
         if last.get("steps"):

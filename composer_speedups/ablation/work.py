@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +46,7 @@ class Work:
         self.environment: int | None = None
         self.facts: dict[str, Any] = {}
         self.expected: dict[str, float | None] = {}
+        self._compared = set[str]()  # recipes whose numbers this call has compared, or tried to
         self.short = dict(zip(recipes, short_names(list(recipes)), strict=True))
 
     def left(self) -> int:
@@ -138,6 +138,7 @@ class Work:
         """Take runs until none is left; write the outputs after each."""
         with Display(self.console, self.short) as display:
             while not self._too_late():
+                self._verify(display)
                 run = self.store.claim(self.environment, self.seeds)
                 if run is None:
                     if not self.left():
@@ -187,18 +188,14 @@ class Work:
                 renewed = time.monotonic()
                 self.store.renew(run)
 
-        # Once a recipe is enough: neither where time and memory go nor what is computed depends on the seed.
-        looked, verified = (
-            any(r.recipe == run.recipe and r.result.get(key) for r in runs) for key in ("memory", "numerics")
-        )
-        recipe = self.recipes[run.recipe]
-        known = self.store.inputs()
+        # Once a recipe is enough: where time and memory go does not depend on the seed.
+        looked = any(r.recipe == run.recipe and r.result.get("memory") for r in runs)
         ranks = self.settings.ranks
         payload = {
-            "recipe": recipe,
+            "recipe": self.recipes[run.recipe],
             "seed": run.seed,
             "inspect": self.settings.inspect and ranks == 1 and not looked,  # it is about one process
-            "inputs": {path: known[path] for path in read_by(recipe) if path in known},
+            "inputs": self._inputs(run),
         }
         try:
             outcome = self.isolation.run(
@@ -212,46 +209,64 @@ class Work:
         if status == "timeout" and self.settings.until is not None and time.monotonic() >= self.settings.until:
             self.store.finish(run, "interrupted", "the time for the study was over", None, "")
             return
-        stopped = None
         if isinstance(outcome.value, dict):
             outcome.value |= {"overlapped": outcome.overlapped, "waited": outcome.waited}
-            if self.settings.verify and not verified and status == "ok" and not outcome.value.get("gave_up"):
-                try:
-                    self._verify(payload, outcome.value, display, tick)
-                except KeyboardInterrupt as interrupt:
-                    stopped = interrupt
         if not self.store.finish(run, status, reason, outcome.value, outcome.log):
             display.taken_over(run)
             return
         display.finished(run, status, reason, outcome)
         if status == "skipped":  # what this machine lacks, it lacks for every seed
             self.store.skip(run.recipe, reason)
-        if stopped is not None:
-            raise stopped
 
-    def _verify(
-        self, payload: dict[str, Any], result: dict[str, Any], display: Display, tick: Callable[[], None]
-    ) -> None:
-        """Put into `result` what float64 says of the recipe. Its run is done and well, whatever happens here."""
-        samples, ranks = samples_for(self.settings.ranks), self.settings.ranks
-        there = result.get("train_samples") or samples
-        asked = payload | {"samples": min(samples, there // ranks * ranks)}
+    def _verify(self, display: Display) -> None:
+        """Compare numbers with float64, of each recipe once, when a run of it has ended well."""
+        if not self.settings.verify:
+            return
+        good: dict[str, list[Run]] = {}
+        for run in self.runs():
+            if run.status == "ok" and not run.result.get("gave_up"):
+                good.setdefault(run.recipe, []).append(run)
+        for name, runs in good.items():
+            warned = any(w.startswith(NOT_VERIFIED) for run in runs for w in run.result.get("warnings") or [])
+            known = any(run.result.get("numerics") for run in runs) or (warned and not self.settings.retry)
+            if known or name in self._compared or self._time_limit() == 0:
+                continue
+            self._compared.add(name)
+            display.between_runs(f"{self.short[name]}: comparing its numbers with float64")
+            changes, log = self._verified(runs[0], display)
+            before = [w for w in runs[0].result.get("warnings") or [] if not w.startswith(NOT_VERIFIED)]
+            self.store.amend(runs[0], changes | {"warnings": before + changes.get("warnings", [])}, log)
+
+    def _verified(self, run: Run, display: Display) -> tuple[dict[str, Any], str]:
+        """What to add to the result of `run`, which is done and well, whatever happens here; and to its log."""
+        ranks = self.settings.ranks
+        samples = samples_for(ranks)
+        there = run.result.get("train_samples") or samples
+        payload = {
+            "recipe": self.recipes[run.recipe],
+            "seed": run.seed,
+            "samples": min(samples, there // ranks * ranks),
+            "inputs": self._inputs(run),
+        }
         try:
-            found = self.isolation.run(
-                asked,
+            outcome = self.isolation.run(
+                payload,
                 timeout=self._time_limit(),
                 report=display.progress,
-                tick=tick,
+                tick=display.tick,
                 entry=self.settings.entries.verify,
                 ranks=ranks,
             )
-        except UserError as error:
-            result["warnings"].append(f"{NOT_VERIFIED}: {error}")
-            return
-        if found.status == "ok":
-            result["numerics"] = found.value
-        else:
-            result["warnings"].append(f"{NOT_VERIFIED}: {found.reason}")
+        except Exception as error:
+            return {"warnings": [f"{NOT_VERIFIED}: {error}"]}, ""
+        if outcome.status == "ok":
+            return {"numerics": outcome.value}, ""
+        return {"warnings": [f"{NOT_VERIFIED}: {outcome.reason}"]}, outcome.log
+
+    def _inputs(self, run: Run) -> dict[str, Any]:
+        """Marks of what `run` reads, as the study has them."""
+        known = self.store.inputs()
+        return {path: known[path] for path in read_by(self.recipes[run.recipe]) if path in known}
 
 
 def check_stored_ranks(ranks: int, store: Store) -> None:

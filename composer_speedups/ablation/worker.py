@@ -255,6 +255,8 @@ def classify(error: BaseException) -> tuple[str, str]:
         return "failed", text
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "stopped by the user"
+    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:  # Composer's way to take it
+        return "failed", "ended by SIGTERM"
     reason = ": ".join(filter(None, (type(error).__name__, text[:300])))
     return "out_of_memory" if is_out_of_memory(error) else "failed", reason
 

@@ -132,6 +132,8 @@ def act(does: str) -> None:
         raise MemoryError("3 GiB more")
     if does == "exit":
         sys.exit(3)
+    if does == "take SIGTERM as Composer does":
+        sys.exit(128 + signal.SIGTERM)
     if does == "vanish":
         os._exit(5)
     if does == "hang":

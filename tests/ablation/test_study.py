@@ -139,6 +139,7 @@ def test_bad_runs_are_rows_with_reasons_and_the_others_go_on(everything):
         ("raise", "RuntimeError: the loss function is missing"),
         ("memory", "MemoryError: 3 GiB more"),
         ("segfault", "crashed with SIGSEGV"),
+        ("take SIGTERM as Composer does", "ended by SIGTERM"),
         ("unavailable_late", "needs CUDA: there is none"),
     ],
 )
@@ -149,14 +150,29 @@ def test_a_comparison_that_fails_costs_the_run_nothing(tmp_path: Path, verified:
     assert any(w.startswith("its numbers cannot be verified: ") and reason in w for w in base["warnings"]), base
 
 
-def test_a_comparison_that_is_interrupted_costs_the_run_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_a_comparison_that_is_stopped_costs_nothing_and_comes_with_the_next_call(tmp_path: Path, monkeypatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Work, "_verify", interrupt)
-    result, _ = study(tmp_path / "out", [fakes.Recipe("base"), fakes.Recipe("fast")], verify=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "_verified", interrupt)
+        result, _ = study(tmp_path / "out", [fakes.Recipe("base"), fakes.Recipe("fast")], verify=True)
     assert result.interrupted
-    assert [row["status"] for row in rows(tmp_path / "out").values()] == ["ok", "skipped"]
+    base, fast = rows(tmp_path / "out").values()
+    assert (base["status"], base["numerics"], fast["status"]) == ("ok", {}, "skipped")
+    result, text = study(tmp_path / "out", [fakes.Recipe("base"), fakes.Recipe("fast")], verify=True)
+    assert "base: comparing its numbers" in text and "base seed 17 started" not in text
+    assert all(row["status"] == "ok" and row["numerics"]["holds"] for row in rows(tmp_path / "out").values())
+    with Store(tmp_path / "out" / "runs.sqlite") as store:  # whose digests are checked when it is opened
+        assert [run.result["numerics"]["holds"] for run in store.runs()] == [True, True]
+
+
+def test_the_log_of_a_comparison_that_fails_is_the_runs(tmp_path: Path) -> None:
+    study(tmp_path / "out", [fakes.Recipe("base", verified="raise")], verify=True)
+    with Store(tmp_path / "out" / "runs.sqlite") as store:
+        (run,) = store.runs()
+        log = store.log(run.id)
+    assert log.startswith("base begins") and "RuntimeError: the loss function is missing" in log
 
 
 def test_every_row_has_the_fields_that_are_explained_and_no_others(everything):
