@@ -36,10 +36,11 @@ from composer_speedups.errors import UserError
 from composer_speedups.everyone import differing, everyones, start_ranks, worst
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import stock_class
-from composer_speedups.trained_steps import Step, Watch, one_batch, part_of, train
+from composer_speedups.trained_steps import Step, Watch, part_of, train
 from composer_speedups.true_gradients import loss_of, without_dropout
 from composer_speedups.true_updates import another_optimizer, compare_updates
 from composer_speedups.verified import SAMPLES, Comparison, Updates, Verification
+from composer_speedups.verified_texts import one_batch
 from composer_speedups.weighting import of_tokens
 
 __all__ = ["verify"]
