@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from composer.models import ComposerModel
 
 from composer_speedups import compat
+from composer_speedups.algorithms.mixed_precision import DTYPES
 from composer_speedups.errors import UserError, is_out_of_memory
 from composer_speedups.everyone import everyones, worst
 from composer_speedups.trained_steps import Step, Watch
-from composer_speedups.true_gradients import Gradients, averaged, errors, gradients, mapped
+from composer_speedups.true_gradients import Gradients, averaged, errors, gradients, tensors_of
 from composer_speedups.verified import Comparison, Errors
 
-__all__ = ["ROOM", "SHORT", "Reference", "compare", "looked_again", "off"]
+__all__ = ["ROOM", "Reference", "compare", "looked_again", "off"]
 
 # Times the plain model's error. Independent roundings add up by their squares, so this is sixteen times as many.
 # LowPrecisionNorm and the fused norms, which keep the residual stream in 16 bits, take 1.2 to 1.7 times the error.
@@ -29,7 +29,7 @@ _LOSS = 0.1  # of the gradients' relative error, what a loss may be off by where
 # gradient: of tiny DistilBERTs with LowPrecisionNorm one in two batches of eight texts has such a unit, of plain ones
 # one in four. Of two other texts few have, while what is wrong is wrong with all texts.
 _LOOKS = 8
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_SHORT = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Reference:
@@ -82,7 +82,7 @@ def compare(true: Reference, step: Step, dtype: torch.dtype | None, sent_in: tor
     furthest, share = _worst(stock, found)
     precision = _precision(step, dtype)
     if sent_in is not None:
-        precision += f", sent in {SHORT[sent_in]}"
+        precision += f", sent in {_SHORT[sent_in]}"
     return worst(Comparison(precision, step.number, stock, found, furthest, share), lambda one: one.share)
 
 
@@ -120,19 +120,8 @@ def off(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def _same(one: Step, other: Step) -> bool:
-    first, second = ([*step.weights.values(), *_tensors(step.batch)] for step in (one, other))
+    first, second = ([*step.weights.values(), *tensors_of(step.batch)] for step in (one, other))
     return len(first) == len(second) and all(map(torch.equal, first, second))
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(batch, note)
-    return found
 
 
 def _stock(plain: ComposerModel, step: Step, dtype: torch.dtype | None, sent_in: torch.dtype | None) -> Gradients:
@@ -153,7 +142,7 @@ def _stock(plain: ComposerModel, step: Step, dtype: torch.dtype | None, sent_in:
 
 def _precision(step: Step, dtype: torch.dtype | None) -> str:
     if dtype is not None:
-        return SHORT[dtype]
+        return _SHORT[dtype]
     return "float32" if step.precision.matmul == "highest" else f"float32, products in {step.precision.matmul!r}"
 
 
@@ -174,5 +163,6 @@ def _worst(stock: Errors, found: Errors) -> tuple[str, float]:
         most = max(same * (_NOTHING if found.norms[name] < 0.1 * same else 1.0), usual * found.norms[name])
         shares[name] = error / most if most else (math.inf if error else 0.0)
     # NaN is no number to be compared: it is the worst there is.
-    worst = max(shares, key=lambda name: math.inf if math.isnan(shares[name]) else shares[name])
-    return worst, math.inf if math.isnan(shares[worst]) else shares[worst] / ROOM
+    shares = {name: math.inf if math.isnan(share) else share for name, share in shares.items()}
+    furthest = max(shares, key=lambda name: shares[name])
+    return furthest, shares[furthest] / ROOM

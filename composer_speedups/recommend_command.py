@@ -123,6 +123,7 @@ def _class_name(key: str) -> str:
 
 
 def _show(found: Recommendation, console: Console) -> None:
+    from composer_speedups.ablation.ranks import train_words
     from composer_speedups.ablation.terminal import terminal_table
     from composer_speedups.ablation.words import notes
 
@@ -159,10 +160,8 @@ def _show(found: Recommendation, console: Console) -> None:
         say(f"Trainer(..., {python_line(found.recipe.speedups)})")
     if found.path is not None:
         path = shlex.quote(str(found.path))
-        train, several = "composer-speedups train", ""
-        if found.ranks > 1:
-            train, several = f"composer -n {found.ranks} -m composer_speedups train", f" --ranks {found.ranks}"
-        say(f"\nThe whole recipe: {train} {path}")
+        several = f" --ranks {found.ranks}" if found.ranks > 1 else ""
+        say(f"\nThe whole recipe: {train_words(found.ranks)} {path}")
         say(f"Its numbers against float64, here: composer-speedups verify {path}{several}")
     if found.findings is not None and found.folder is not None:
         say(f"Report: {found.folder / 'report.html'}")

@@ -29,7 +29,7 @@ from composer_speedups.errors import UserError
 from composer_speedups.everyone import differing, everyones
 from composer_speedups.optimizers import describe, is_adamw
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.true_gradients import Gradients, mapped
+from composer_speedups.true_gradients import Gradients, mapped, tensors_of
 from composer_speedups.verified_texts import Texts
 from composer_speedups.weighting import of_tokens
 
@@ -266,9 +266,7 @@ def _keep(kept: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) -> 
 
 def _rows(batch: Any) -> int:
     """Samples of a batch."""
-    rows: list[int] = []
-    mapped(batch, lambda x: rows.append(x.shape[0] if x.ndim else 0) or x)
-    return max(rows, default=0)
+    return max((len(x) for x in tensors_of(batch) if x.ndim), default=0)
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from composer.utils import dist
 from composer_speedups.everyone import everyones, summed
 from composer_speedups.verified import Errors
 
-__all__ = ["Gradients", "averaged", "errors", "gradients", "loss_of", "mapped", "without_dropout"]
+__all__ = ["Gradients", "averaged", "errors", "gradients", "loss_of", "mapped", "tensors_of", "without_dropout"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,18 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, tuple):  # named ones, too, become plain ones
         return tuple(mapped(value, change) for value in batch)
     return batch
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """All tensors of `batch`, in whatever containers."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(batch, note)
+    return found
 
 
 def without_dropout(model: torch.nn.Module) -> None:

@@ -55,6 +55,7 @@ def tune(
 
     Each try is a fresh process. The same command again goes on where it was stopped.
     """
+    from composer_speedups.ablation.ranks import train_words
     from composer_speedups.ablation.terminal import make_console
     from composer_speedups.recipes import load_recipe
     from composer_speedups.termination import stop_on_termination
@@ -96,11 +97,10 @@ def tune(
         console.print("The same command goes on from here.", style="yellow")
         raise typer.Exit(130)
     found = tuned.recipe
-    train = "composer-speedups train" if ranks == 1 else f"composer -n {ranks} -m composer_speedups train"
     micro = f" in microbatches of {found.microbatch_size}" if found.microbatch_size else ""
     console.print(
         f"{target}: batch {found.batch_size}{micro}, learning rate {found.learning_rate:g}; the tries are in its "
-        f"comments. Use it: {train} {shlex.quote(str(target))}",
+        f"comments. Use it: {train_words(ranks)} {shlex.quote(str(target))}",
         markup=False,
         highlight=False,
         soft_wrap=True,

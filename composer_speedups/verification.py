@@ -31,7 +31,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_speedups import registry
 from composer_speedups.algorithms.gradient_compression import GradientCompression
-from composer_speedups.compared_steps import SHORT, Reference, compare, looked_again, off
+from composer_speedups.algorithms.mixed_precision import DTYPES
+from composer_speedups.compared_steps import Reference, compare, looked_again, off
 from composer_speedups.errors import UserError
 from composer_speedups.everyone import differing, everyones, start_ranks, worst
 from composer_speedups.speedup import SpeedUp, Stage
@@ -122,14 +123,14 @@ def verify(
     updates = worst(compare_updates(plain, optimizer, algorithms, watch), _excess)
     seen += another_optimizer(algorithms, watch)
     mask = first.batch.get("attention_mask") if isinstance(first.batch, Mapping) else None
-    masks = [one for one in everyones(mask) if one is not None]
-    tokens, places = (sum(map(int, counts)) for counts in ([m.sum() for m in masks], [m.numel() for m in masks]))
+    counts = [one for one in everyones(None if mask is None else (int(mask.sum()), mask.numel())) if one is not None]
+    tokens, places = sum(real for real, _ in counts), sum(all_ for _, all_ in counts)
     wrong = [*seen, *_wrong(plain, comparisons, updates, watch)]
     return Verification(
         comparisons,
         updates,
-        tokens if masks else None,
-        1 - tokens / places if masks else 0.0,
+        tokens if counts else None,
+        1 - tokens / places if counts else 0.0,
         changed,
         notes,
         list(dict.fromkeys(line for lines in everyones(wrong) for line in lines)),
@@ -177,17 +178,17 @@ def _adamw(model: torch.nn.Module) -> Optimizer:
 
 def _sent_in(algorithms: Sequence[Algorithm]) -> torch.dtype | None:
     """What ranks round their gradients to when they exchange them; None where they do not."""
-    asked = next((a.dtype for a in algorithms if isinstance(a, GradientCompression)), None)
-    return next((dtype for dtype, short in SHORT.items() if short == asked), None)
+    return next((DTYPES[a.dtype] for a in algorithms if isinstance(a, GradientCompression)), None)
 
 
 def _in_float32(algorithms: Sequence[Algorithm]) -> list[Algorithm]:
-    kept = [a for a in algorithms if not (_rounds(a) or isinstance(a, GradientCompression))]
+    kept = [a for a in algorithms if not _rounds(a)]
     return [registry.build("matmul_precision", precision="highest"), *kept]
 
 
 def _rounds(algorithm: Algorithm) -> bool:
-    return isinstance(algorithm, SpeedUp) and algorithm.stage is Stage.PRECISION
+    rounds = isinstance(algorithm, SpeedUp) and algorithm.stage is Stage.PRECISION
+    return rounds or isinstance(algorithm, GradientCompression)
 
 
 def _check_repeatable(plain: ComposerModel, step: Step) -> None:

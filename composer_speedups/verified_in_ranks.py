@@ -8,15 +8,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups import hardware
 from composer_speedups.ablation.isolate import Isolation, Outcome
 from composer_speedups.ablation.jobs import PRELOAD
+from composer_speedups.ablation.look import look
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError
 from composer_speedups.verified import Verification
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["as_rank", "look", "verify_in_ranks"]
+__all__ = ["as_rank", "survey", "verify_in_ranks"]
 
 # How a reason begins that is no user's mistake: with the error's class.
 _PROGRAMS = re.compile(r"(rank \d+: )?[A-Z]\w*(Error|Exception|Exit): ")
@@ -41,21 +43,17 @@ def verify_in_ranks(
     """
     payload = {"recipe": recipe, "ranks": ranks, "samples": samples, "seed": seed}
     with Isolation(f"{__name__}:as_rank", (*PRELOAD, "composer_speedups.verified_recipe")) as isolation:
-        machine = _value(isolation.run(payload, entry=f"{__name__}:look"))  # before there are too many processes
+        # Before there are too many processes.
+        facts = look(isolation, payload, f"{__name__}:survey", 600)["environment"]
         outcome = isolation.run(payload, report=say, ranks=ranks)
     fewer = samples // ranks // 2 * ranks
     found = _value(outcome, f"try --samples {fewer}" if fewer else "try a shorter task.max_length")
-    return Verification.read(found), machine
+    return Verification.read(found), hardware.summary(facts)
 
 
-def look(payload: dict[str, Any], report: Callable[[Any], None]) -> str:
-    """The machine in words, if there is room for so many ranks."""
-    from composer_speedups import hardware
-    from composer_speedups.ablation.ranks import check_ranks
-
-    facts = hardware.environment()
-    check_ranks(payload["ranks"], facts)
-    return hardware.summary(facts)
+def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    """The machine alone: what is wrong with the recipe, each rank finds."""
+    return {"environment": hardware.environment(), "error": ""}
 
 
 def as_rank(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
@@ -69,10 +67,10 @@ def as_rank(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str,
     return asdict(verify_recipe(payload["recipe"], samples=payload["samples"], seed=payload["seed"], say=report))
 
 
-def _value(outcome: Outcome, remedy: str = "") -> Any:
+def _value(outcome: Outcome, remedy: str) -> Any:
     if outcome.status == "ok":
         return outcome.value
     if _PROGRAMS.match(outcome.reason):
         print(outcome.log, file=sys.stderr)
-    reason = f"{outcome.reason}; {remedy}" if outcome.killed and remedy else outcome.reason
+    reason = f"{outcome.reason}; {remedy}" if outcome.killed else outcome.reason
     raise _ERRORS.get(outcome.status, UserError)(reason)

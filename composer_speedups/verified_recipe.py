@@ -9,14 +9,9 @@ from composer.utils import dist
 from torch.utils.data import DataLoader
 
 from composer_speedups.errors import OutOfMemory, TaskError, is_out_of_memory
-from composer_speedups.everyone import start_ranks
 from composer_speedups.recipes import Recipe
 from composer_speedups.tasks import build_task
-from composer_speedups.training_parts import (
-    available_algorithms,
-    build_composer_model,
-    build_optimizer,
-)
+from composer_speedups.training_parts import available_algorithms, build_composer_model, build_optimizer
 from composer_speedups.verification import verify
 from composer_speedups.verified import SAMPLES, Verification
 
@@ -47,7 +42,6 @@ def verify_recipe(
     ranks = dist.get_world_size()
     if why := recipe.model_copy(update={"evaluate": False}).unshared_by(ranks):
         raise TaskError(why)
-    start_ranks()
     micro = None
     # Of texts; Composer weighs parts of a batch by them, and not by the tokens that MLM's loss is a mean over.
     if recipe.accumulates and recipe.task.objective == "classification":

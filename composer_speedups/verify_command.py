@@ -42,6 +42,7 @@ def verify(
     in float64, and updates against AdamW's. As near as the plain model is in the same precision is near enough.
     """
     from composer_speedups import hardware
+    from composer_speedups.ablation.ranks import together
     from composer_speedups.ablation.terminal import make_console
     from composer_speedups.errors import RecipeError
     from composer_speedups.recipes import check_speedups, load_recipe
@@ -50,7 +51,8 @@ def verify(
         raise RecipeError(f"name the recipe first: composer-speedups verify NAME {recipe}")
     loaded = load_recipe(recipe, overrides or (), check_arguments=False)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # by composer -n or torchrun: this is one of them
-    samples = samples_for(max(ranks, started)) if samples is None else samples
+    count = max(ranks, started)
+    samples = samples_for(count) if samples is None else samples
     console = make_console()
     console.quiet = started > 1 and os.environ.get("RANK", "0") != "0"
     say = partial(console.print, style="dim", markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -69,8 +71,7 @@ def verify(
         found = verify_recipe(loaded, samples=samples, seed=seed, say=tell)
         leave_ranks()
         machine = hardware.summary(hardware.environment())
-    together = max(ranks, started)
-    _show(found, loaded, samples, f"{together} ranks of {machine}" if together > 1 else machine, console)
+    _show(found, loaded, samples, together(count, machine), console)
     if not found.holds:
         raise typer.Exit(1)
 

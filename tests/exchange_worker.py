@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from contract import Dataset, bert
-from together import end_together, sharded
+from together import end_together, sharded, try_all
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -207,21 +207,6 @@ TRIES: dict[str, Any] = {
 }
 
 
-def main(folder: str) -> None:
-    from composer.utils import dist
-
-    dist.initialize_dist("cpu")
-    warnings.simplefilter("ignore")
-    results: dict[str, Any] = {}
-    for name, attempt in TRIES.items():
-        try:
-            results[name] = dist.all_gather_object(attempt())
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
-    if dist.get_global_rank() == 0:
-        torch.save(results, f"{folder}/results.pt")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try_all(TRIES, sys.argv[1])
     end_together()

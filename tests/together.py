@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["end_together", "sharded"]
+__all__ = ["end_together", "sharded", "try_all"]
 
 
 def end_together() -> None:
@@ -23,6 +25,25 @@ def end_together() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def try_all(tries: Mapping[str, Callable[[], Any]], folder: str) -> None:
+    """Write FOLDER/results.pt: what each try gave, of all ranks; or its error, where that is the same on all."""
+    from composer.utils import dist
+
+    dist.initialize_dist("cpu")
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for name, attempt in tries.items():
+        try:
+            found = attempt()
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        everywhere = dist.all_gather_object(found)
+        same = isinstance(found, str) and all(other == found for other in everywhere)
+        results[name] = found if same else everywhere
+    if dist.get_global_rank() == 0:
+        torch.save(results, f"{folder}/results.pt")
 
 
 def sharded() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from composer.core import Event
 from composer.models import HuggingFaceModel
 from contract import bert, case, loader, make
 from exchange_worker import own_hook
-from together import end_together
+from together import end_together, try_all
 
 import composer_speedups as cs
 from composer_speedups import registry
@@ -152,22 +151,6 @@ TRIES: dict[str, Any] = {
 }
 
 
-def main(folder: str) -> None:
-    from composer.utils import dist
-
-    dist.initialize_dist("cpu")
-    warnings.simplefilter("ignore")
-    results: dict[str, Any] = {}
-    for name, attempt in TRIES.items():
-        try:
-            found: Any = attempt()
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-        results[name] = dist.all_gather_object(found)
-    if dist.get_global_rank() == 0:
-        torch.save(results, f"{folder}/results.pt")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try_all(TRIES, sys.argv[1])
     end_together()

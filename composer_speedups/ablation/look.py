@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.ablation.ranks import check_ranks
 from composer_speedups.errors import UserError
 
 __all__ = ["look"]
 
 
 def look(isolation: Isolation, payload: dict[str, Any], entry: str, timeout: float) -> dict[str, Any]:
-    """What `entry` answers to `payload`: a dict with, among others, `error`.
+    """What `entry` answers to `payload`: a dict with, among others, `error` and `environment`.
 
     Raises:
-        UserError: the answer's `error`, or that there was no answer, with what the process said.
+        UserError: the answer's `error`, or that there was no answer, with what the process said; or the machine has no
+            room for as many ranks as `payload` names.
     """
     outcome = isolation.run(payload, timeout=timeout, entry=entry)
     if outcome.value is None:
@@ -22,4 +24,5 @@ def look(isolation: Isolation, payload: dict[str, Any], entry: str, timeout: flo
         raise UserError(f"cannot look at this machine: {outcome.reason}. `composer-speedups doctor` tells more{said}")
     if outcome.value["error"]:
         raise UserError(outcome.value["error"])
+    check_ranks(payload["ranks"], outcome.value["environment"])
     return outcome.value

@@ -18,7 +18,7 @@ from typing import Any
 
 from composer_speedups.errors import UserError
 
-__all__ = ["Ranks", "check_ranks", "die_with"]
+__all__ = ["Ranks", "check_ranks", "die_with", "together", "train_words"]
 
 _PATIENCE = 3.0  # seconds in which a rank that failed first is heard
 _WELL = "well"  # the last word of a rank that has done its part
@@ -115,6 +115,16 @@ class Ranks:
                     self._failed(code, words)
                 finally:
                     os._exit(1)
+
+
+def together(ranks: int, machine: str) -> str:
+    """`machine` in words, and how many ranks of it work together."""
+    return f"{ranks} ranks of {machine}" if ranks > 1 else machine
+
+
+def train_words(ranks: int) -> str:
+    """How a recipe is trained on so many ranks."""
+    return "composer-speedups train" if ranks == 1 else f"composer -n {ranks} -m composer_speedups train"
 
 
 def check_ranks(ranks: int, facts: Mapping[str, Any]) -> None:

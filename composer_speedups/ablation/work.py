@@ -16,7 +16,6 @@ from composer_speedups.ablation.look import look
 from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.output import write_all
 from composer_speedups.ablation.progress import Display
-from composer_speedups.ablation.ranks import check_ranks
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import LEASE_SECONDS, OPEN, Run, Store, StoreError
 from composer_speedups.errors import UserError
@@ -78,7 +77,6 @@ class Work:
         }
         answer = look(self.isolation, payload, self.settings.entries.survey, 600)
         self.facts = answer["environment"]
-        check_ranks(ranks, self.facts)
         for before in self.store.environments().values():
             difference = hardware.same_machine(before, self.facts)
             if difference:

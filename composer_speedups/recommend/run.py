@@ -17,7 +17,6 @@ from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.look import look
 from composer_speedups.ablation.output import Findings, findings
-from composer_speedups.ablation.ranks import check_ranks
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.study import Entries, Settings, Study, run_study
@@ -130,7 +129,6 @@ class _Work:
         say(f"Up to {duration(minutes * 60)} for {what}", highlight=False, markup=False)
         say("Looking at this machine, and at the data ...", style="dim")
         facts = look(self.isolation, {"recipe": self.base, "ranks": self.ranks}, candidates, 1200)
-        check_ranks(self.ranks, facts["environment"])
         self.order = [*self.base.speedups, *(one["key"] for one in facts["candidates"])]
         rejected = {name: f"unavailable: {reason}" for name, reason in facts["unavailable"].items()} | facts["left_out"]
         self.dataset = facts["samples"]

@@ -10,7 +10,7 @@ from composer_speedups.ablation.estimate import seconds_per_sample
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.look import look
-from composer_speedups.ablation.ranks import check_ranks
+from composer_speedups.ablation.ranks import together
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import SpeedUpUnavailable
@@ -45,7 +45,8 @@ class Tries:
         entries: what runs in them.
 
     Attributes:
-        facts: of the machine; and it in words.
+        facts: of the machine.
+        machine: it, and the ranks, in words.
         samples: that the recipe's task has for training.
         predicted: batch size -> peak of a rank's memory in bytes, as `memory.py` has it; empty where it is not known.
         seconds_per_sample: as the matmul peak suggests; 0 where that is not known.
@@ -67,8 +68,7 @@ class Tries:
         if answer["skip"]:
             raise SpeedUpUnavailable(f"{recipe.name} cannot run here: {next(iter(answer['skip'].values()))}")
         self.facts: dict[str, Any] = answer["environment"]
-        check_ranks(ranks, self.facts)
-        self.machine = f"{ranks} ranks of {summary(self.facts)}" if ranks > 1 else summary(self.facts)
+        self.machine = together(ranks, summary(self.facts))
         self.samples: int = answer["samples"]
         shared = 1 if settings.constant else ranks  # a microbatch is one rank's, a batch of all
         self.predicted = {int(size) * shared: peak for size, peak in answer["memory"].items()}
