@@ -6,7 +6,7 @@ import torch
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["hook_of", "why_alone", "without_ddp"]
+__all__ = ["bucket_bytes", "hook_of", "why_alone", "without_ddp"]
 
 
 def why_alone() -> str | None:
@@ -22,6 +22,15 @@ def why_alone() -> str | None:
 def hook_of(ddp: DistributedDataParallel) -> str:
     """The name of its communication hook, one of Python's or a built-in one; empty if it has none."""
     return str(ddp._get_ddp_logging_data().get("comm_hook") or "")
+
+
+def bucket_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the buckets of Composer's DDP around `model`; 0 without one, and where its gradients lie in them."""
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return 0
+    told = model._get_ddp_logging_data()
+    sizes = str(told.get("rebuilt_bucket_sizes") or told["bucket_sizes"])  # they are cut anew after the first step
+    return sum(int(size) for size in sizes.split(","))
 
 
 def without_ddp(model: torch.nn.Module) -> torch.nn.Module:

@@ -1,7 +1,8 @@
 """A few more steps after a run's measurement: where their time goes, and what memory each kind takes.
 
 They go through Composer's own loop, with the recipe's speed-ups as they are, and disturb no number, as all numbers
-have been taken. The model is of no use afterwards: it has been trained a little further, at some learning rate.
+have been taken. The model is of no use afterwards: it has been trained a little further, at some learning rate. Of
+several ranks each looks at itself; `ablate` shows what the first saw.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import torch
 from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
+from composer.utils import dist
 
 from composer_speedups.algorithms.unpadding import Unpadding
 from composer_speedups.compilation import compile_statistics
+from composer_speedups.ddp import bucket_bytes
 from composer_speedups.gradient_buckets import gradients_at_most
 from composer_speedups.graphs import kernel_by_kernel
 from composer_speedups.kernels.attention_kernels import AttentionWatch
@@ -88,6 +91,7 @@ class MemoryProbe(Callback):
         self.kinds = {
             "weights": tensor_bytes([*parameters, *state.model.buffers()]),
             "gradients": max(tensor_bytes(p.grad for p in parameters), gradients_at_most(state.optimizers)),
+            **({"buckets": buckets} if (buckets := bucket_bytes(state.model)) else {}),
             "optimizer": tensor_bytes(states),
             "activations": max(0, self._most),
         }
@@ -140,9 +144,13 @@ class AsItRan(Callback):
 
 
 def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult) -> None:
-    """Train some steps more, and put what they show into `result`. A failure is told, and costs the run nothing."""
+    """Train some steps more, and put what they show into `result`. A failure is told, and costs the run nothing.
+
+    Raises:
+        Exception: where several ranks train together, whatever one of them has met.
+    """
     model = trainer._original_model.model
-    typical = statistics.median(result.step_seconds) if result.step_seconds else 0.0
+    typical = _slowest_rank(statistics.median(result.step_seconds) if result.step_seconds else 0.0, trainer.state)
     steps = _STEPS if (_STEPS + 2) * typical < _PATIENCE else 1
     compiled = "torch_compile" in recipe.speedups
     probe = MemoryProbe()
@@ -156,9 +164,12 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
             result.step_profile, result.step_profile_other = profiler.profile.seconds, profiler.profile.other
         result.memory = probe.kinds
         if probe.rows:
-            found = predict(recipe, lengths=probe.rows, length=probe.length, task=task)
+            ranks = dist.get_world_size()
+            found = predict(recipe, lengths=probe.rows, length=probe.length, task=task, ranks=ranks)
             result.memory_predicted = found.kinds() | {"peak": found.peak}
-    except Exception as error:  # the run itself is done and well
+    except Exception as error:
+        if dist.get_world_size() > 1:  # the other ranks wait for this one
+            raise
         log.warning("where the time and memory of %s go cannot be told: %r", recipe.name, error, exc_info=True)
         result.warnings.append(f"where time and memory go cannot be told: {type(error).__name__}: {error}")
     finally:
@@ -166,6 +177,15 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
         profiler.stop()
         ran.stop()
         result.as_it_ran = ran.facts
+
+
+def _slowest_rank(seconds: float, state: State) -> float:
+    """The most that a rank has: all take as many steps, or some would wait for the others' gradients for good."""
+    if dist.get_world_size() == 1:
+        return seconds
+    most = state.device.tensor_to_device(torch.tensor(seconds))
+    dist.all_reduce(most, "MAX")
+    return float(most)
 
 
 def _more_steps(trainer: Trainer, callbacks: list[Callback], steps: int) -> None:

@@ -50,7 +50,7 @@ __all__ = [
 
 log = logging.getLogger("composer_speedups")
 
-KINDS = ("weights", "gradients", "optimizer", "activations")
+KINDS = ("weights", "gradients", "buckets", "optimizer", "activations")
 MOST = 16_384  # samples in a batch; more are not asked for
 _LABELS = 10  # classes, where nobody says how many: a head is small beside its encoder
 
@@ -62,6 +62,7 @@ class Memory:
     Attributes:
         weights: parameters and buffers.
         gradients: at the end of the backward pass; where they are dropped in it, those that are there at once.
+        buckets: of DDP, in which ranks exchange gradients, where these do not lie in them.
         optimizer: moments and whatever else the optimizer keeps.
         activations: kept by autograd between forward and backward pass, of one microbatch.
         temporary: what the fullest moment needs beyond the larger of activations and gradients (of which one goes as
@@ -74,6 +75,7 @@ class Memory:
 
     weights: int
     gradients: int
+    buckets: int
     optimizer: int
     activations: int
     temporary: int
@@ -83,8 +85,8 @@ class Memory:
     released: bool = False
 
     def kinds(self) -> dict[str, int]:
-        """The four kinds that a step's tensors have, by name."""
-        return {name: getattr(self, name) for name in KINDS}
+        """The kinds that a step's tensors have, by name."""
+        return {name: getattr(self, name) for name in KINDS if name != "buckets" or self.buckets}
 
 
 def predict(
@@ -95,6 +97,7 @@ def predict(
     lengths: Sequence[int] | None = None,
     task: Task | None = None,
     device: torch.device | None = None,
+    ranks: int = 1,
 ) -> Memory:
     """What training `recipe` will need, by kind; takes a second or so and no memory to speak of.
 
@@ -105,12 +108,14 @@ def predict(
         lengths: real tokens of each row, which matter to unpadding; None takes all rows as full.
         task: the task if it has been made, for vocabulary and labels; None assumes what the recipe says of them.
         device: where it would train; None is this machine's.
+        ranks: processes that train it together under DDP. What is said is of each of them.
 
     Raises:
         UserError: the model cannot be had, or the recipe's speed-ups contradict each other.
     """
     algorithms = recipe.algorithms()
     check_combination(algorithms)
+    accumulates = recipe.accumulates_on(ranks)
     notes: list[str] = []
     if lengths is not None:
         length = length or max(lengths)
@@ -132,7 +137,7 @@ def predict(
         released = _Released(algorithms, state.model, meter)
         with meter:
             # Composer clears gradients once a batch: from the second microbatch on those of the first are there.
-            for _ in range(2 if recipe.accumulates else 1):
+            for _ in range(2 if accumulates else 1):
                 with (saved := SavedForBackward(state.model)), get_precision_context(state.precision):
                     outputs = state.model(batch)
                     loss = state.model.loss(outputs, batch)
@@ -143,20 +148,23 @@ def predict(
         gradients = max(tensor_bytes(p.grad for p in left), released.most)
         optimizer = optimizer_bytes(algorithms, state.model, [*released.updated, *left])
         during_step = _during_step(algorithms, left)
-    kept = weights + optimizer
+    apart = ranks > 1 and not any(isinstance(a, SpeedUp) and a.in_buckets for a in algorithms)
+    buckets = tensor_bytes(p.grad for p in left) if apart else 0
+    kept = weights + optimizer + buckets
     peak = kept + max(meter.peak, released.peak, tensor_bytes(p.grad for p in left) + during_step)
     peak += sum(a.held_bytes(saved.bytes) for a in algorithms if isinstance(a, SpeedUp))
-    together = saved.bytes + gradients if recipe.accumulates else max(saved.bytes, gradients)
+    together = saved.bytes + gradients if accumulates else max(saved.bytes, gradients)
     temporary = max(0, peak - kept - together)
     return Memory(
         weights,
         gradients,
+        buckets,
         optimizer,
         saved.bytes,
         temporary,
         peak,
         tuple(notes),
-        accumulated=recipe.accumulates,
+        accumulated=accumulates,
         released=bool(released.updated),
     )
 

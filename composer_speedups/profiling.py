@@ -1,20 +1,17 @@
 """Where a training step's time goes, by kind of work: matmuls, attention, norms, the optimizer, the loop, ...
 
 A few steps run under PyTorch's profiler, after everything that is measured. Every operator's own time goes to one
-kind. Operators inside others count with these where the outer one is a kind of work by itself (the random numbers
-inside a dropout are dropout, the softmax inside attention is attention), and the backward pass counts with the
-operator of the forward pass that caused it, which autograd's sequence numbers tell. What a checkpoint computes again
-in the backward pass has the kinds that it had in the forward pass. What no rule knows is `other`, and is listed by
-name. On a CPU the parts are seconds of the training thread, and what is left of the step is the loop itself: Python,
-Composer, waiting. On a GPU they are seconds of kernels by the operator that launched them, and what is left is the
-time in which the GPU had nothing to do.
+kind (`operator_kinds.py`); what no rule knows is `other`, and is listed by name. On a CPU the parts are seconds of the
+training thread, and what is left of the step is the loop itself: Python, Composer, waiting. On a GPU they are seconds
+of kernels by the operator that launched them, and what is left is the time in which the GPU had nothing to do. Of
+several ranks one is looked at, and what it does or waits for to have all ranks' gradients is `exchange`.
 """
 
 from __future__ import annotations
 
-import re
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,57 +20,13 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.autograd import DeviceType
 
-__all__ = ["KINDS", "StepProfile", "StepProfiler", "classify", "profiled"]
+from composer_speedups.exchange_time import alone, is_exchange, waited
+from composer_speedups.operator_kinds import AROUND, HEAD, INSIDE, KINDS, STEPS, kinds, without_node
 
-KINDS = (
-    "matmul",
-    "attention",
-    "norm",
-    "dropout",
-    "activation",
-    "embedding",
-    "loss and head",
-    "compiled",
-    "copies",
-    "optimizer",
-    "data",
-    "other",
-    "loop",
-    "idle",
-)
-_HEAD = "composer_speedups: head"
-_STEPS = "composer_speedups: steps"
-_INSIDE = "composer_speedups: forward and backward"  # Composer runs both inside of the optimizer's step
-_NODE = re.compile(r"^autograd::engine::evaluate_function: ")
-_OPERATOR = 0  # PyTorch's RecordScope::FUNCTION; backward nodes have one of their own
+__all__ = ["StepProfile", "StepProfiler", "profiled"]
+
 _LISTED = 8  # names of operators that no rule knows
-
-# The first rule that is found in a name says its kind, and whether what the operator calls counts with it. A name with
-# two kinds in it is a fusion, such as dropout_add_norm: it goes to the first here.
-_RULES = tuple(
-    (re.compile(pattern, re.IGNORECASE), kind, whole)
-    for pattern, kind, whole in (
-        (r"^enumerate\(DataLoader\)|DataLoaderIter", "data", True),
-        (r"^Optimizer\.|_fused_adam|_foreach_|_amp_(foreach|update)", "optimizer", True),
-        (rf"^{_HEAD}$|cross_?entropy|nll_loss|log_?softmax|mse_loss|_FusedLoss", "loss and head", True),
-        (r"scaled_?dot_?product|flash_attention|flash_attn|efficient_?attention|varlen_attention|packed_?attention"
-         r"|_PerSequence|softmax|aten::(bmm|baddbmm)|Baddbmm|BmmBackward", "attention", True),
-        (r"layer_?norm|batch_?norm|group_?norm|rms_?norm|add_norm|AddNorm", "norm", True),
-        (r"dropout|bernoulli", "dropout", True),
-        (r"gelu|relu|silu|swish|tanh|sigmoid|mish|aten::(elu|selu|celu|glu)\b", "activation", True),
-        (r"embedding", "embedding", True),
-        (r"^Torch-Compiled Region|CompiledFunction|^triton_|^TorchDynamo|^graph_\d|AOTAutograd|^## Call|inductor",
-         "compiled", False),
-        (r"aten::_?(linear|addmm|mm|mv|addmv|matmul|einsum|scaled_mm|addbmm|conv\w*)\b|mkldnn|cutlass|\bgemm"
-         r"|^(Addmm|Mm|Linear|Conv)\w*Backward", "matmul", False),
-        (r"aten::(to|_to_copy|copy_|contiguous|clone|cat|stack|detach|detach_|index|index_select|index_copy|gather"
-         r"|scatter\w*|empty\w*|zeros\w*|zero_|ones\w*|full\w*|fill_|new_\w*|resize_|pin_memory|view\w*|_?reshape\w*"
-         r"|_unsafe_view|t|transpose|permute|expand\w*|as_strided|select|slice|split\w*|unbind|unflatten|flatten"
-         r"|squeeze|unsqueeze|narrow|chunk|alias|item|_local_scalar_dense|lift_fresh)$"
-         r"|Memcpy|Memset|AccumulateGrad|^(To|ToCopy|Copy|Clone|View|Transpose|T|Index\w*|Slice|Select)Backward",
-         "copies", False),
-    )
-)  # fmt: skip
+_NOTED = 0.05  # seconds in which Gloo's threads note the end of an exchange for which nobody waits any more
 
 
 @dataclass
@@ -89,19 +42,6 @@ class StepProfile:
     seconds: dict[str, float] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)
     step: float = 0.0
-
-
-def classify(name: str) -> str:
-    """The kind of an operator by its name alone; `other` for those that no rule knows.
-
-    >>> classify("aten::addmm"), classify("composer_speedups::layer_norm"), classify("mine::stencil")
-    ('matmul', 'norm', 'other')
-    """
-    return _rule(name)[0]
-
-
-def _rule(name: str) -> tuple[str, bool]:
-    return next(((kind, whole) for pattern, kind, whole in _RULES if pattern.search(name)), ("other", False))
 
 
 class profiled:
@@ -125,13 +65,15 @@ class profiled:
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.__enter__()
         self._wait()
-        self._root = torch.profiler.record_function(_STEPS)
+        self._root = torch.profiler.record_function(STEPS)
         self._root.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._wait()
         self._root.__exit__(*error)
+        if torch.distributed.is_initialized():
+            time.sleep(_NOTED)
         self._profiler.__exit__(*error)
         if error[0] is None:
             self.profile = _summarise(self._profiler.events(), self.device, self.steps)
@@ -165,7 +107,7 @@ class StepProfiler(Callback):
 
     def before_forward(self, state: State, logger: Logger) -> None:
         if self._running is not None:
-            self._inside = torch.profiler.record_function(_INSIDE)
+            self._inside = torch.profiler.record_function(INSIDE)
             self._inside.__enter__()
 
     def after_backward(self, state: State, logger: Logger) -> None:
@@ -200,7 +142,7 @@ def _mark_head(model: torch.nn.Module) -> list[Any]:
     open_marks: list[Any] = []
 
     def before(*_: Any) -> None:
-        open_marks.append(torch.profiler.record_function(_HEAD))
+        open_marks.append(torch.profiler.record_function(HEAD))
         open_marks[-1].__enter__()
 
     def after(*_: Any) -> None:
@@ -218,21 +160,25 @@ def _mark_head(model: torch.nn.Module) -> list[Any]:
 
 def _summarise(events: Iterable[Any], device: torch.device, steps: int) -> StepProfile:
     """By kind, the times of the profiler's events; microseconds of all steps become seconds of one."""
-    events = [event for event in events if event.device_type == DeviceType.CPU and not event.is_async]
-    root = next(event for event in events if event.name == _STEPS)
-    kinds = _kinds(events)
+    everything = list(events)
+    events = [event for event in everything if event.device_type == DeviceType.CPU and not event.is_async]
+    root = next(event for event in events if event.name == STEPS)
+    kind_of = kinds(events)
     seconds: dict[str, float] = defaultdict(float)
     unknown: Counter[str] = Counter()
     whole = root.cpu_time_total
+    cuda = device.type == "cuda"
+    waiting = {} if cuda else waited(everything, root.thread)
+    seconds["exchange"] = alone(everything) if cuda else sum(waiting.values())
     for event in events:
-        if device.type == "cuda":
-            spent = sum(kernel.duration for kernel in event.kernels)
+        if cuda:
+            spent = sum(kernel.duration for kernel in event.kernels if not is_exchange(kernel.name))
         else:
             # Other threads work beside this one: the step waits for them inside the operator that shares work out.
-            spent = max(0.0, event.self_cpu_time_total) if event.thread == root.thread else 0.0
-        if not spent or event.name in (_STEPS, _INSIDE):
+            spent = event.self_cpu_time_total - waiting.get(id(event), 0.0) if event.thread == root.thread else 0.0
+        if spent <= 0 or event.name in AROUND:
             continue
-        kind = kinds[id(event)][0]
+        kind = kind_of[id(event)][0]
         seconds[kind] += spent
         if kind == "other":
             unknown[event.name] += spent
@@ -240,56 +186,10 @@ def _summarise(events: Iterable[Any], device: torch.device, steps: int) -> StepP
     if busy > whole:  # kernels on several streams at once: their shares of the step
         seconds = {kind: value * whole / busy for kind, value in seconds.items()}
     else:
-        seconds["idle" if device.type == "cuda" else "loop"] += whole - busy
+        seconds["idle" if cuda else "loop"] += whole - busy
     scale = 1e-6 / steps
     return StepProfile(
         {kind: seconds[kind] * scale for kind in KINDS if seconds.get(kind)},
-        {_NODE.sub("backward of ", name): value * scale for name, value in unknown.most_common(_LISTED)},
+        {without_node(name, "backward of "): value * scale for name, value in unknown.most_common(_LISTED)},
         whole * scale,
     )
-
-
-def _kinds(events: Iterable[Any]) -> Mapping[int, tuple[str, bool]]:
-    """The kind of every event, by its id, and whether that holds for all that it calls."""
-    found: dict[int, tuple[str, bool]] = {}
-    forward: dict[tuple[int, int], tuple[str, bool]] = {}
-    again: set[int] = set()  # events of a forward pass that runs inside of the backward pass
-    # In order of time a parent comes before its children, and the forward pass before the backward pass.
-    for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
-        if event.name == _INSIDE:
-            found[id(event)] = ("other", False)
-            continue
-        parent = event.cpu_parent
-        above = found.get(id(parent), ("other", False)) if parent is not None else ("other", False)
-        backward = _in_backward(event)
-        if parent is not None and id(parent) in again:
-            again.add(id(event))
-        elif backward and _is_recomputed(event):
-            # A checkpoint computes a whole block again when the first of its nodes asks for what it has kept. That
-            # node says nothing about the block.
-            again.add(id(event))
-            above = ("other", False)
-        kind = above if above[1] else _rule(_NODE.sub("", event.name))
-        if not above[1] and _NODE.match(event.name):
-            # The node's cause: of the operators with its number, the last one to start made it.
-            cause = forward.get((event.fwd_thread, event.sequence_nr), ("other", False))
-            kind = cause if cause[0] != "other" else kind
-        elif kind[0] == "other":
-            kind = above  # a helper of what called it
-        found[id(event)] = kind
-        if event.sequence_nr >= 0 and not backward:
-            forward[event.thread, event.sequence_nr] = kind
-    return found
-
-
-def _is_recomputed(event: Any) -> bool:
-    """Whether an event inside of a backward node is an operator that records a graph; what the node runs does not."""
-    return event.scope == _OPERATOR and event.sequence_nr >= 0 and not _NODE.match(event.name)
-
-
-def _in_backward(event: Any) -> bool:
-    while event is not None:
-        if _NODE.match(event.name):
-            return True
-        event = event.cpu_parent
-    return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -207,8 +207,18 @@ class RecipeFields(_Fields):
 
     @property
     def accumulates(self) -> bool:
-        """Whether the gradients of an update come from several forward passes."""
-        return self.microbatch_size is not None and self.microbatch_size < self.batch_size
+        """Whether the gradients of an update come from several forward passes, in one process."""
+        return self.accumulates_on(1)
+
+    def accumulates_on(self, ranks: int) -> bool:
+        """The same of `ranks`, which share a batch; a microbatch is one rank's."""
+        return self.microbatch_size is not None and self.microbatch_size * ranks < self.batch_size
+
+    def short(self, steps: int) -> Self:
+        """The same for so many steps, and no evaluation."""
+        schedule = self.schedule.model_copy(update={"warmup": "0.1dur"})
+        changes = {"duration": f"{steps}ba", "evaluate": False, "loggers": {}, "schedule": schedule}
+        return self.model_copy(update=changes)
 
     def unshared_by(self, ranks: int) -> str:
         """Why `ranks` cannot have equal shares of the batches; empty if they can."""

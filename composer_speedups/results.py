@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["NO_FUSED_KERNEL", "Progress", "RunResult"]
+__all__ = ["INSIDE", "NO_FUSED_KERNEL", "Progress", "RunResult"]
 
 NO_FUSED_KERNEL = "no fused kernel"  # `as_it_ran["attention"]` where none of PyTorch's or of ours was seen
+
+# What `inspection.py` finds, of `RunResult`.
+INSIDE = ("as_it_ran", "step_profile", "step_profile_other", "memory", "memory_predicted")
 
 Status = Literal["ok", "skipped", "failed", "out_of_memory", "timeout", "interrupted"]
 
@@ -66,7 +69,7 @@ class RunResult:
     warnings: list[str] = field(default_factory=list)
     overlapped: bool = False  # another run was measured on this machine at the same time
     waited: float | None = None  # of the time in which it wanted a core, the share that other work had it
-    # Of a few steps after the measured ones (`inspection.py`); empty where nobody asked for it.
+    # `INSIDE`: of a few steps after the measured ones; empty where nobody asked for it.
     as_it_ran: dict[str, Any] = field(default_factory=dict)  # optimizer, attention kernel, dtype, whoever chose them
     step_profile: dict[str, float] = field(default_factory=dict)  # seconds of one step by kind of work
     step_profile_other: dict[str, float] = field(default_factory=dict)  # of `other`, the largest operators by name

@@ -83,6 +83,7 @@ class SpeedUp(Algorithm):
             so speed is compared by real tokens/s.
         at_once: whether it uses gradients as they come: it is for one process and one forward pass of the whole batch,
             and a recipe that accumulates gradients is refused with it.
+        in_buckets: whether gradients lie in DDP's buckets, and nowhere else.
         events: events beyond `Event.INIT` on which `on_event` is called.
         evidence: what was changed, filled by `report`; the ablation study shows it beside the speed.
     """
@@ -94,6 +95,7 @@ class SpeedUp(Algorithm):
     redundant_with: ClassVar[dict[str, str]] = {}
     regroups: ClassVar[bool] = False  # `registry.regrouping` finds a class by the line `regroups = True` in its file
     at_once: ClassVar[bool] = False
+    in_buckets: ClassVar[bool] = False
     events: ClassVar[frozenset[Event]] = frozenset()
 
     _installed_in: weakref.ref[State] | None = None

@@ -22,7 +22,9 @@ from composer_speedups import (
     apply_gradient_as_bucket_view,
     apply_gradient_compression,
 )
+from composer_speedups.profiling import profiled
 
+LATE = 0.5  # seconds
 SHARES = (1.0, -0.37, 2.5)  # by rank: what its gradients are multiplied with
 
 
@@ -178,7 +180,30 @@ def beside_another() -> None:
     apply_gradient_compression(ddp)
 
 
+def profiled_steps() -> dict[str, float]:
+    """Seconds of two steps by kind, in which the second rank is late with its gradients."""
+    import time
+
+    from composer.utils import dist
+
+    rank = dist.get_global_rank()
+    model, rows = data_of(rank)
+    ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        loss = loss_of(ddp, rank, rows)
+        time.sleep(LATE * rank)
+        optimizer.step(lambda: loss.backward())  # as in Composer's loop
+
+    step()
+    with profiled(torch.device("cpu")) as found:
+        step()
+        step()
+    return found.profile.seconds
+
+
 TRIES: dict[str, Any] = {
+    "profile": profiled_steps,
     "float32": lambda: gradients(None),
     "bf16": lambda: gradients("bf16"),
     "fp16": lambda: gradients("fp16"),

@@ -26,8 +26,9 @@ from composer_speedups.training import run
 )
 def test_memory_is_what_was_predicted(recipe: dict):
     result = run(tiny(*recipe.get("overrides", ()), name=recipe["name"]), inspect=True)
-    assert set(result.memory) == set(KINDS) and set(result.memory_predicted) == {*KINDS, "peak"}
-    for kind in KINDS:
+    kinds = set(KINDS) - {"buckets"}  # which only several ranks have
+    assert set(result.memory) == kinds and set(result.memory_predicted) == {*kinds, "peak"}
+    for kind in kinds:
         assert result.memory_predicted[kind] == pytest.approx(result.memory[kind], rel=0.1), kind
     assert sum(result.step_profile.values()) > 0 and "optimizer" in result.step_profile
     assert not any("cannot be told" in warning for warning in result.warnings)
@@ -98,6 +99,20 @@ def test_what_goes_wrong_there_costs_the_run_nothing(monkeypatch: pytest.MonkeyP
     result = run(tiny(), inspect=True)
     assert result.status == "ok" and result.memory and not result.memory_predicted
     assert any("cannot be told: RuntimeError: no shapes today" in warning for warning in result.warnings)
+
+
+def test_of_several_ranks_the_one_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch):
+    """It is waited for: an error that was kept would be a hang."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("rank 1 has no memory")
+
+    monkeypatch.setattr(inspection, "_more_steps", fail)
+    monkeypatch.setattr(inspection, "_slowest_rank", lambda seconds, state: seconds)
+    monkeypatch.setattr(inspection, "dist", SimpleNamespace(get_world_size=lambda: 2))
+    with pytest.raises(RuntimeError, match="rank 1 has no memory"):
+        run(tiny("duration=3ba", "evaluate=false"), inspect=True)
+    assert not torch.autograd._profiler_enabled()
 
 
 def test_a_failed_step_leaves_nothing_counting(monkeypatch: pytest.MonkeyPatch):

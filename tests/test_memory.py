@@ -172,6 +172,18 @@ def test_gradients_stay_from_one_microbatch_to_the_next():
     assert predict(load("demo/fp32", "batch_size=32", "microbatch_size=32")) == predict(whole)
 
 
+def test_ranks_have_buckets_unless_gradients_lie_in_them():
+    """And a batch that one process takes in two parts is two ranks' at once."""
+    recipe = load("demo/fp32", "batch_size=8", "microbatch_size=4")
+    alone, one_of_two, one_of_four = (predict(recipe, batch_size=4, ranks=ranks) for ranks in (1, 2, 4))
+    assert (alone.accumulated, one_of_two.accumulated) == (True, False)
+    assert alone.buckets == 0 and "buckets" not in alone.kinds()
+    assert one_of_two.buckets == one_of_two.gradients > 0 and one_of_two.kinds()["buckets"] == one_of_two.buckets
+    assert one_of_two == one_of_four
+    inside = predict(load("demo/fp32", "batch_size=8", "speedups.gradient_as_bucket_view={}"), batch_size=4, ranks=2)
+    assert inside.buckets == 0 and one_of_two.peak - inside.peak == one_of_two.buckets
+
+
 def test_a_token_budget_decides_how_many_rows_there_are():
     budget = "speedups.token_budget_batches={tokens_per_batch: %d}"
     recipe = load("demo/fp32", "batch_size=8", budget % 4096)

@@ -14,7 +14,8 @@ from torch import nn
 
 from composer_speedups.kernels import fast_dropout, fused_attention, per_sequence
 from composer_speedups.kernels.varlen_attention import Lengths, varlen_attention
-from composer_speedups.profiling import KINDS, StepProfiler, classify, profiled
+from composer_speedups.operator_kinds import KINDS, classify
+from composer_speedups.profiling import StepProfiler, profiled
 
 CPU = torch.device("cpu")
 # Seconds. Sleep is never shorter than asked for; and nothing else here takes as long, whatever else the machine does.
@@ -66,6 +67,10 @@ slow_activation.register_autograd(lambda ctx, gradient: gradient)
         ("aten::_to_copy", "copies"),
         ("Memcpy HtoD (Pageable -> Device)", "copies"),
         ("Optimizer.step#AdamW.step", "optimizer"),
+        ("c10d::allreduce_", "exchange"),
+        ("torch::distributed::reducer::mul_out", "exchange"),
+        ("torch.distributed.ddp.reducer::copy_bucket_to_grad", "exchange"),
+        ("mine::nccl:", "other"),
         ("aten::_fused_adamw_", "optimizer"),
         ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "data"),
         ("Torch-Compiled Region: 0/0", "compiled"),

@@ -29,9 +29,9 @@ _TIME = dict(
         PARTS,
         strict=True,
     )
-) | {"data": "ink", "other": "same", "loop": "line", "idle": "line"}  # fmt: skip
+) | {"exchange": "slow", "data": "ink", "other": "same", "loop": "line", "idle": "line"}  # fmt: skip
 # Kinds of memory, in the pictures' order, and their colours.
-MEMORY = {"weights": "p0", "gradients": "p2", "optimizer": "p9", "activations": "p3"}
+MEMORY = {"weights": "p0", "gradients": "p2", "buckets": "slow", "optimizer": "p9", "activations": "p3"}
 _SMALL = 0.005  # of a bar: parts that are smaller in all bars are shown with `other`
 
 
@@ -190,16 +190,17 @@ def _memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
     shown = [row for row in rows if row.get("memory")]
     if not shown:
         return None
+    kinds = {k: colour for k, colour in MEMORY.items() if any(k in row["memory"] for row in shown)}
     bars = []
     for row in shown:
         both = []
         for word, found in (("measured", row["memory"]), ("predicted", row.get("memory_predicted") or {})):
-            sizes = {kind: found.get(kind, 0) / 1e6 for kind in MEMORY}
+            sizes = {kind: found.get(kind, 0) / 1e6 for kind in kinds}
             if found:
                 both.append((sizes, {kind: f"{kind} {size:,.1f} MB, {word}" for kind, size in sizes.items()}))
         total = sum(both[0][0].values())
         bars.append((names[row["recipe"]], both, f"{total:,.0f} MB"))
-    return _stacked("Memory by kind", bars, MEMORY, "MB")
+    return _stacked("Memory by kind", bars, kinds, "MB")
 
 
 Bar = tuple[str, list[tuple[dict[str, float], dict[str, str]]], str]

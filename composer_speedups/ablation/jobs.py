@@ -10,10 +10,11 @@ from typing import Any
 from composer_speedups import hardware
 from composer_speedups.errors import ConflictError, TaskError, UserError
 from composer_speedups.recipes import Recipe, check_speedups
-from composer_speedups.results import Progress
+from composer_speedups.results import INSIDE, Progress
 from composer_speedups.tasks.inputs import changed
+from composer_speedups.verified import samples_for
 
-__all__ = ["PRELOAD", "look_for", "share_cores", "survey", "train", "verify"]
+__all__ = ["PRELOAD", "look_for", "look_inside", "share_cores", "survey", "train", "verify"]
 
 # Imported once and shared by all runs. None of them may start a thread or touch CUDA.
 PRELOAD = (
@@ -25,6 +26,8 @@ PRELOAD = (
     "composer_speedups.inspection",
     "composer_speedups.ablation.jobs",
 )
+
+_STEPS_BEFORE = 3  # of a training, before some of its steps are looked at
 
 
 def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
@@ -103,15 +106,38 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
 
 
 def verify(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
-    """What `verify` finds of `payload["recipe"]` with `payload["seed"]`, as a table has it.
+    """What `verify` finds of `payload["recipe"]` with `payload["seed"]`, as `RunResult` has it.
 
-    `payload["samples"]`: texts in the batch, of all ranks together. `payload["inputs"]`: as `train` has them.
+    `payload["train_samples"]`: that there are. `payload["inputs"]`: as `train` has them.
     """
+    from composer.utils import dist
+
     from composer_speedups.verified_recipe import verify_recipe
 
     share_cores()
     say = lambda line: report(asdict(Progress("verify", message=line)))  # noqa: E731
-    return verify_recipe(_recipe(payload), samples=payload["samples"], seed=payload["seed"], say=say).summary()
+    ranks = dist.get_world_size()
+    usual = samples_for(ranks)
+    samples = min(usual, (payload["train_samples"] or usual) // ranks * ranks)
+    return {"numerics": verify_recipe(_recipe(payload), samples=samples, seed=payload["seed"], say=say).summary()}
+
+
+def look_inside(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    """Where the time of a step of `payload["recipe"]` and the memory go, as `RunResult` has it: of a training of some
+    steps, for nothing else. `payload`: as `train` has it.
+    """
+    from composer_speedups.training import run
+
+    share_cores()
+    result = run(
+        _recipe(payload).short(_STEPS_BEFORE),
+        seed=payload["seed"],
+        report=lambda progress: report(asdict(progress)),
+        inspect=True,
+    )
+    if not result.memory:
+        raise TaskError(result.reason or "a training of some steps did not come to its end")
+    return {name: getattr(result, name) for name in INSIDE}
 
 
 def share_cores() -> None:

@@ -26,9 +26,11 @@ _CAPTIONS = {
     "speedups": "Blue is shown to be faster, orange slower, grey neither.",
     "speed_memory": "Up and left is better.",
     "step_time": "Of a few profiled steps after the measured ones; a bar is as long as a sample takes in the table. "
-    "The backward pass counts with what caused it. Copies are copies, casts and views; the loop is Python and waiting.",
+    "The backward pass counts with what caused it. Copies are copies, casts and views; the loop is Python and waiting. "
+    "Exchange, of several ranks, is what the first does and waits for to have all ranks' gradients.",
     "memory": "Thick bars were measured in a step, thin ones predicted without running anything. Each kind at its "
-    "most: gradients come as activations go. What Python, PyTorch and CUDA need comes on top.",
+    "most: gradients come as activations go. What Python, PyTorch and CUDA need comes on top. Of several ranks it is "
+    "the first one's; buckets are DDP's.",
     "loss_steps": "Medians over the seeds. What learns as well a step lies on one line.",
     "loss_seconds": "Medians over the seeds, compiling included: what the user waits for.",
     "throughput_steps": "Warm-up and compiling are the slow first steps; they are not counted in the table's speeds.",
@@ -150,8 +152,9 @@ def _evidence(rows: Sequence[Row]) -> str:
             predicted = row.get("memory_predicted") or {}
             items["memory"] = ", ".join(
                 f"{kind} {sizes[kind] / 1e6:,.1f} MB"
-                + (f" (predicted {predicted[kind] / 1e6:,.1f})" if predicted else "")
+                + (f" (predicted {predicted.get(kind, 0) / 1e6:,.1f})" if predicted else "")
                 for kind in MEMORY
+                if kind in sizes
             )
         if numerics := row.get("numerics"):
             errors = f"gradients {numerics['gradients']:.1e} off float64, the plain model's {numerics['plain']:.1e}"

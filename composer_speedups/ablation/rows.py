@@ -14,7 +14,7 @@ from composer_speedups.ablation.quality import Margins, compare_quality
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import Noise, Ratio, compare_speed, median_interval, pooled_noise
 from composer_speedups.ablation.store import Run
-from composer_speedups.results import NO_FUSED_KERNEL
+from composer_speedups.results import INSIDE, NO_FUSED_KERNEL
 
 __all__ = ["build_rows", "precision", "speed_key"]
 
@@ -31,7 +31,7 @@ _MEDIANS = (
     "padding_share",
 )
 # What one run of each recipe is enough for.
-_LOOKED_AT_ONCE = ("as_it_ran", "step_profile", "step_profile_other", "memory", "memory_predicted", "numerics")
+_LOOKED_AT_ONCE = (*INSIDE, "numerics")
 _NOT_RUN = "not run yet"
 
 

@@ -43,6 +43,7 @@ class Entries:
     train: str = f"{_JOBS}:train"
     survey: str = f"{_JOBS}:survey"
     verify: str = f"{_JOBS}:verify"
+    look_inside: str = f"{_JOBS}:look_inside"
     preload: tuple[str, ...] = PRELOAD
 
 
@@ -107,8 +108,8 @@ class Settings:
         timeout: seconds after which a run is stopped; None is never.
         retry: make runs again that had failed or were skipped.
         inspect: after the first run of each recipe, look where a step's time and the memory go.
-        verify: then compare the numbers of each recipe with float64, too, in a process of its own.
-        ranks: processes that train a recipe together (DDP). With more than one, nothing is inspected.
+        verify: then compare the numbers of each recipe with float64, too.
+        ranks: processes that train a recipe together (DDP).
         until: a time of `time.monotonic`, after which no run starts; one that is not over by then is left for the next
             call, and so is one that would not be.
         expected: seconds of one run, where the caller knows better than the guess from the recipe.

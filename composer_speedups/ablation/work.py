@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from composer_speedups import hardware
+from composer_speedups.ablation.afterwards import Afterwards
 from composer_speedups.ablation.estimate import duration, expected_seconds, remaining_seconds
 from composer_speedups.ablation.isolate import Isolation, Outcome
 from composer_speedups.ablation.look import look
@@ -20,7 +21,6 @@ from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import LEASE_SECONDS, OPEN, Run, Store, StoreError
 from composer_speedups.errors import UserError
 from composer_speedups.tasks.inputs import read_by
-from composer_speedups.verified import NOT_VERIFIED, samples_for
 
 if TYPE_CHECKING:
     from composer_speedups.ablation.study import Settings, Study
@@ -45,8 +45,8 @@ class Work:
         self.environment: int | None = None
         self.facts: dict[str, Any] = {}
         self.expected: dict[str, float | None] = {}
-        self._compared = set[str]()  # recipes whose numbers this call has compared, or tried to
         self.short = dict(zip(recipes, short_names(list(recipes)), strict=True))
+        self._afterwards = Afterwards(self)
 
     def left(self) -> int:
         return sum(count for status, count in self.store.counts(self.seeds).items() if status in OPEN)
@@ -136,7 +136,7 @@ class Work:
         """Take runs until none is left; write the outputs after each."""
         with Display(self.console, self.short) as display:
             while not self._too_late():
-                self._verify(display)
+                self._afterwards.ask(display)
                 run = self.store.claim(self.environment, self.seeds)
                 if run is None:
                     if not self.left():
@@ -159,7 +159,7 @@ class Work:
                 markup=False,
             )
 
-    def _time_limit(self) -> float | None:
+    def time_limit(self) -> float | None:
         """Seconds that the next run may take."""
         left = None if self.settings.until is None else max(0.0, self.settings.until - time.monotonic())
         return min((limit for limit in (self.settings.timeout, left) if limit is not None), default=None)
@@ -186,18 +186,14 @@ class Work:
                 renewed = time.monotonic()
                 self.store.renew(run)
 
-        # Once a recipe is enough: where time and memory go does not depend on the seed.
+        # Once a recipe is enough: where time and memory go does not depend on the seed. Of several ranks one may fail
+        # there while others wait for it, which would cost the run: they look inside afterwards.
         looked = any(r.recipe == run.recipe and r.result.get("memory") for r in runs)
         ranks = self.settings.ranks
-        payload = {
-            "recipe": self.recipes[run.recipe],
-            "seed": run.seed,
-            "inspect": self.settings.inspect and ranks == 1 and not looked,  # it is about one process
-            "inputs": self._inputs(run),
-        }
+        payload = self.payload(run) | {"inspect": self.settings.inspect and ranks == 1 and not looked}
         try:
             outcome = self.isolation.run(
-                payload, timeout=self._time_limit(), report=display.progress, tick=tick, ranks=ranks
+                payload, timeout=self.time_limit(), report=display.progress, tick=tick, ranks=ranks
             )
         except BaseException as error:
             why = str(error) if isinstance(error, UserError) else "stopped by the user"
@@ -216,55 +212,14 @@ class Work:
         if status == "skipped":  # what this machine lacks, it lacks for every seed
             self.store.skip(run.recipe, reason)
 
-    def _verify(self, display: Display) -> None:
-        """Compare numbers with float64, of each recipe once, when a run of it has ended well."""
-        if not self.settings.verify:
-            return
-        good: dict[str, list[Run]] = {}
-        for run in self.runs():
-            if run.status == "ok" and not run.result.get("gave_up"):
-                good.setdefault(run.recipe, []).append(run)
-        for name, runs in good.items():
-            warned = any(w.startswith(NOT_VERIFIED) for run in runs for w in run.result.get("warnings") or [])
-            known = any(run.result.get("numerics") for run in runs) or (warned and not self.settings.retry)
-            if known or name in self._compared or self._time_limit() == 0:
-                continue
-            self._compared.add(name)
-            display.between_runs(f"{self.short[name]}: comparing its numbers with float64")
-            changes, log = self._verified(runs[0], display)
-            before = [w for w in runs[0].result.get("warnings") or [] if not w.startswith(NOT_VERIFIED)]
-            self.store.amend(runs[0], changes | {"warnings": before + changes.get("warnings", [])}, log)
-
-    def _verified(self, run: Run, display: Display) -> tuple[dict[str, Any], str]:
-        """What to add to the result of `run`, which is done and well, whatever happens here; and to its log."""
-        ranks = self.settings.ranks
-        samples = samples_for(ranks)
-        there = run.result.get("train_samples") or samples
-        payload = {
-            "recipe": self.recipes[run.recipe],
+    def payload(self, run: Run) -> dict[str, Any]:
+        """What a process is told of `run`, with the marks of what it reads, as the study has them."""
+        recipe, known = self.recipes[run.recipe], self.store.inputs()
+        return {
+            "recipe": recipe,
             "seed": run.seed,
-            "samples": min(samples, there // ranks * ranks),
-            "inputs": self._inputs(run),
+            "inputs": {path: known[path] for path in read_by(recipe) if path in known},
         }
-        try:
-            outcome = self.isolation.run(
-                payload,
-                timeout=self._time_limit(),
-                report=display.progress,
-                tick=display.tick,
-                entry=self.settings.entries.verify,
-                ranks=ranks,
-            )
-        except Exception as error:
-            return {"warnings": [f"{NOT_VERIFIED}: {error}"]}, ""
-        if outcome.status == "ok":
-            return {"numerics": outcome.value}, ""
-        return {"warnings": [f"{NOT_VERIFIED}: {outcome.reason}"]}, outcome.log
-
-    def _inputs(self, run: Run) -> dict[str, Any]:
-        """Marks of what `run` reads, as the study has them."""
-        known = self.store.inputs()
-        return {path: known[path] for path in read_by(self.recipes[run.recipe]) if path in known}
 
 
 def check_stored_ranks(ranks: int, store: Store) -> None:

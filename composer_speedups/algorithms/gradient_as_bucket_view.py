@@ -57,6 +57,7 @@ class GradientAsBucketView(SpeedUp):
     """
 
     stage = Stage.LOOP
+    in_buckets = True
     events = frozenset({Event.FIT_START})
 
     def __init__(self) -> None:

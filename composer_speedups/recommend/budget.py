@@ -13,18 +13,11 @@ from composer_speedups.recipe_schema import count_and_unit
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["LEAST", "Budget", "short"]
+__all__ = ["LEAST", "Budget"]
 
 LEAST, _MOST = 6, 60  # steps of a run: the first three are warm-up
 _CALIBRATION = 4  # steps
 _BATCHES = (32, 16, 8)
-
-
-def short(recipe: Recipe, steps: int) -> Recipe:
-    """`recipe` for so many steps, and no evaluation."""
-    schedule = recipe.schedule.model_copy(update={"warmup": "0.1dur"})
-    changes = {"duration": f"{steps}ba", "evaluate": False, "loggers": {}, "schedule": schedule}
-    return recipe.model_copy(update=changes)
 
 
 class Budget:
@@ -82,7 +75,7 @@ class Budget:
         if own_batch or not sizes:
             sizes = [base.batch_size]
         size = sizes[-1]
-        recipe = short(base.model_copy(update={"batch_size": size}), _CALIBRATION)
+        recipe = base.model_copy(update={"batch_size": size}).short(_CALIBRATION)
         say(f"Calibrating: {_CALIBRATION} steps of the plain recipe, batch {size} ...", style="dim")
         payload = {"recipe": recipe.to_dict(), "seed": recipe.seed, "inspect": False}
         outcome = isolation.run(payload, timeout=max(10.0, self.left()), ranks=self.ranks)

@@ -22,7 +22,7 @@ from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.study import Entries, Settings, Study, run_study
 from composer_speedups.errors import UserError
 from composer_speedups.recipe_schema import in_samples
-from composer_speedups.recommend.budget import LEAST, Budget, short
+from composer_speedups.recommend.budget import LEAST, Budget
 from composer_speedups.recommend.choice import PLAIN, Answer, answer, final_rows, made, screen, screening_rows
 from composer_speedups.recommend.stored import check_machine, plain_failed, planned_seeds, stored_rows
 from composer_speedups.recommend.written import RECOMMENDED, write_plain, write_recommended
@@ -166,7 +166,7 @@ class _Work:
         self.console.print(f"{words}, so the doctor's choice is measured. Give more --minutes", style="yellow")
         if not kept:
             raise UserError("no speed-up is available here")
-        base = short(self.base, LEAST)
+        base = self.base.short(LEAST)
         rows = [base, made(base, "together", self.base.speedups | kept, ", ".join(kept))]
         untried = {c["name"]: "not tried: too little time" for c in candidates if c["key"] not in kept}
         stored = self._stored(self.out / _QUICK)
@@ -181,7 +181,7 @@ class _Work:
         rows = stored
         if not rows:
             count = len(screening_rows(self.base, candidates, first))
-            base = short(self.base, self.budget.steps(left * _SCREENING / count))
+            base = self.base.short(self.budget.steps(left * _SCREENING / count))
             rows = screening_rows(base, candidates, first)
         until = time.monotonic() + left * _SCREENING
         limit = float(round(max(20.0, left * _SCREENING / 3)))
@@ -242,7 +242,7 @@ class _Work:
         stored = self._stored(folder)
         if not stored and self.budget.step:
             steps = self.budget.steps(left / (len(rows) * (_SEEDS[0] + 1)))
-            rows = [short(row, steps) for row in rows]
+            rows = [row.short(steps) for row in rows]
         run = self.budget.seconds(rows[0])
         count = max(_SEEDS[0], min(_SEEDS[1], int(left / (run * len(rows))))) if run else _SEEDS[0]
         # What was stopped goes on as it was begun.

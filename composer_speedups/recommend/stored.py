@@ -17,7 +17,6 @@ from composer_speedups.ablation.aside import STORE
 from composer_speedups.ablation.store import Store
 from composer_speedups.errors import UserError
 from composer_speedups.recipe_schema import explain
-from composer_speedups.recommend.budget import short
 from composer_speedups.recommend.choice import PLAIN
 
 if TYPE_CHECKING:
@@ -83,4 +82,4 @@ def plain_failed(folder: Path) -> bool:
 def _identity(recipe: Recipe) -> dict[str, Any]:
     """What of a recipe bears on speed, in the form that is measured."""
     free = {"name", "description", "published", "extends", "batch_size", "eval_batch_size"}
-    return {key: value for key, value in short(recipe, 1).to_dict().items() if key not in free}
+    return {key: value for key, value in recipe.short(1).to_dict().items() if key not in free}

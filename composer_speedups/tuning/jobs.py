@@ -41,10 +41,10 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     except UserError as error:
         return answer | {"error": str(error)}
     answer["samples"] = len(task.train)
-    typical = round(task.lengths.mean)
+    typical, ranks = round(task.lengths.mean), payload.get("ranks", 1)
     try:
         for size in _PREDICTED:
-            known = predict(recipe, length=task.max_length, lengths=[typical] * size, task=task)
+            known = predict(recipe, length=task.max_length, lengths=[typical] * size, task=task, ranks=ranks)
             answer["memory"][str(size)] = known.peak
     except Exception as error:  # a model of the user's own may not run on fake tensors; then the search just begins low
         print(f"memory cannot be predicted: {error}")

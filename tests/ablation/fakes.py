@@ -14,18 +14,37 @@ from typing import Any
 from composer_speedups.ablation.study import Entries
 
 ENTRIES = Entries(
-    train=f"{__name__}:train", survey=f"{__name__}:survey", verify=f"{__name__}:verify", preload=(__name__,)
+    train=f"{__name__}:train",
+    survey=f"{__name__}:survey",
+    verify=f"{__name__}:verify",
+    look_inside=f"{__name__}:look_inside",
+    preload=(__name__,),
 )
+# What a run has found of itself.
+INSIDE = {
+    "step_profile": {"matmul": 0.04, "attention": 0.02, "norm": 0.01, "other": 0.01, "loop": 0.02},
+    "step_profile_other": {"mine::stencil": 0.008},
+    "memory": {"weights": 20_000_000, "gradients": 20_000_000, "optimizer": 40_000_000, "activations": 90_000_000},
+    "memory_predicted": {
+        "weights": 20_000_000,
+        "gradients": 20_000_000,
+        "optimizer": 40_000_000,
+        "activations": 91_000_000,
+        "peak": 150_000_000,
+    },
+}
 SPEEDS = {"base": 100.0, "fast": 150.0, "slow": 80.0}
 
 
 @dataclass
 class Recipe:
-    """The little of a recipe that a study needs; `does` says what its runs do, `verified` what comparing does."""
+    """The little of a recipe that a study needs; `does` says what its runs do, `verified` what comparing does, `looked`
+    what looking inside does of several ranks."""
 
     name: str
     does: str = "well"
     verified: str = "well"
+    looked: str = "well"
     seconds: float = 0.0
     batch_size: int = 8
     seed: int = 17
@@ -42,6 +61,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     does = {r.name: getattr(r, "does", "well") for r in payload["recipes"]}
     return {
         "environment": {
+            "ranks": payload.get("ranks", 1),
             "hardware": "cpu",
             "python": "3",
             "cpu": {"model": "fake"},
@@ -93,23 +113,19 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         "evidence": {},
         "kernels": [],
         "warnings": [],
-        "step_profile": {"matmul": 0.04, "attention": 0.02, "norm": 0.01, "other": 0.01, "loop": 0.02},
-        "step_profile_other": {"mine::stencil": 0.008},
-        "memory": {"weights": 20_000_000, "gradients": 20_000_000, "optimizer": 40_000_000, "activations": 90_000_000},
-        "memory_predicted": {
-            "weights": 20_000_000,
-            "gradients": 20_000_000,
-            "optimizer": 40_000_000,
-            "activations": 91_000_000,
-            "peak": 150_000_000,
-        },
+        **(INSIDE if payload.get("inspect", True) else {}),
     }
 
 
 def verify(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     report({"phase": "verify", "message": "on the CPU"})
     act(payload["recipe"].get("verified", "well"))
-    return numerics()
+    return {"numerics": numerics()}
+
+
+def look_inside(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
+    act(payload["recipe"].get("looked", "well"))
+    return INSIDE | {"step_profile": INSIDE["step_profile"] | {"exchange": 0.5}}
 
 
 def numerics(*wrong: str) -> dict[str, Any]:

@@ -87,7 +87,7 @@ TINY = [
 
 def test_numbers_are_compared() -> None:
     recipe, told = load_recipe("cpu/fastest_fp32", TINY).to_dict(), []
-    found = verify({"recipe": recipe, "seed": 3, "samples": 8}, told.append)
+    found = verify({"recipe": recipe, "seed": 3, "train_samples": 24}, told.append)["numerics"]
     assert found["holds"] and found["wrong"] == []
     assert found["precision"] == "float32" and 0 < found["gradients"] < 3e-6
     assert {line["phase"] for line in told} == {"verify"} and told[-1]["message"].endswith("on the CPU")

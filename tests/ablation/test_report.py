@@ -226,6 +226,17 @@ def test_small_parts_go_with_other():
     assert "other 0.4%" in picture and "data" not in picture
 
 
+def test_what_only_several_ranks_have(tmp_path: Path):
+    several = fakes.INSIDE["memory"] | {"buckets": 20_000_000}
+    profile = fakes.INSIDE["step_profile"] | {"exchange": 0.1}
+    make(tmp_path, fast={"memory": several, "step_profile": profile})
+    page = (tmp_path / "report.html").read_text()
+    assert "buckets 20.0 MB (predicted 0.0)" in page and page.count("buckets 20.0 MB") == 2, "of one row, once each"
+    assert "exchange 50.0%" in page and ">exchange</text>" in page
+    alone = make(tmp_path / "alone")
+    assert "buckets" not in charts(alone.rows, alone.runs)["memory"].svg()
+
+
 def test_a_row_that_computes_something_else_is_not_recommended(tmp_path: Path):
     wrong = "encoder.weight, step 4 in float32: 8.1 times the error that is allowed"
     found = make(tmp_path, fast={"numerics": fakes.numerics(wrong)}, slow={"numerics": fakes.numerics()})

@@ -21,12 +21,12 @@ import pytest
 from rich.console import Console
 from small_disk import small_disk
 
+from composer_speedups.ablation.afterwards import Afterwards
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.row import Row, RowRun
 from composer_speedups.ablation.store import Store, StoreError
 from composer_speedups.ablation.study import Settings, Study, run_study
-from composer_speedups.ablation.work import Work
 from composer_speedups.cli import main
 from composer_speedups.errors import UserError
 from composer_speedups.tasks.inputs import changed
@@ -133,8 +133,9 @@ def test_bad_runs_are_rows_with_reasons_and_the_others_go_on(everything):
     assert not result.interrupted
 
 
+@pytest.mark.parametrize("question", ["verified", "looked"])
 @pytest.mark.parametrize(
-    ("verified", "reason"),
+    ("does", "reason"),
     [
         ("raise", "RuntimeError: the loss function is missing"),
         ("memory", "MemoryError: 3 GiB more"),
@@ -143,28 +144,40 @@ def test_bad_runs_are_rows_with_reasons_and_the_others_go_on(everything):
         ("unavailable_late", "needs CUDA: there is none"),
     ],
 )
-def test_a_comparison_that_fails_costs_the_run_nothing(tmp_path: Path, verified: str, reason: str) -> None:
-    study(tmp_path / "out", [fakes.Recipe("base", verified=verified), fakes.Recipe("fast")], verify=True)
+def test_what_fails_after_a_run_costs_it_nothing(tmp_path: Path, question: str, does: str, reason: str) -> None:
+    """Several ranks look inside in processes of their own, as comparing does with any number."""
+    options = {"verify": True} if question == "verified" else {"ranks": 2}
+    study(tmp_path / "out", [fakes.Recipe("base", **{question: does}), fakes.Recipe("fast")], **options)
     base, fast = rows(tmp_path / "out").values()
-    assert (base["status"], fast["status"], base["numerics"]) == ("ok", "ok", {}) and fast["numerics"]["holds"]
-    assert any(w.startswith("its numbers cannot be verified: ") and reason in w for w in base["warnings"]), base
+    assert (base["status"], fast["status"]) == ("ok", "ok")
+    if question == "verified":
+        answers, why = (base["numerics"], fast["numerics"]["holds"]), "its numbers cannot be verified: "
+    else:
+        answers = base["memory"], fast["memory"] and fast["step_profile"]["exchange"] == 0.5
+        why = "where time and memory go cannot be told: "
+    assert answers == ({}, True)
+    assert any(w.startswith(why) and reason in w for w in base["warnings"]), base
 
 
-def test_a_comparison_that_is_stopped_costs_nothing_and_comes_with_the_next_call(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("question", ["verified", "looked"])
+def test_what_is_stopped_after_a_run_comes_with_the_next_call(tmp_path: Path, monkeypatch, question: str) -> None:
+    options = {"verify": True} if question == "verified" else {"ranks": 2}
+    answer, said = ("numerics", "comparing its") if question == "verified" else ("memory", "looking where its time")
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Work, "_verified", interrupt)
-        result, _ = study(tmp_path / "out", [fakes.Recipe("base"), fakes.Recipe("fast")], verify=True)
+        patch.setattr(Afterwards, "_answered", interrupt)
+        result, _ = study(tmp_path / "out", [fakes.Recipe("base"), fakes.Recipe("fast")], **options)
     assert result.interrupted
     base, fast = rows(tmp_path / "out").values()
-    assert (base["status"], base["numerics"], fast["status"]) == ("ok", {}, "skipped")
-    result, text = study(tmp_path / "out", [fakes.Recipe("base"), fakes.Recipe("fast")], verify=True)
-    assert "base: comparing its numbers" in text and "base seed 17 started" not in text
-    assert all(row["status"] == "ok" and row["numerics"]["holds"] for row in rows(tmp_path / "out").values())
+    assert (base["status"], base[answer], fast["status"]) == ("ok", {}, "skipped")
+    result, text = study(tmp_path / "out", [fakes.Recipe("base"), fakes.Recipe("fast")], **options)
+    assert f"base: {said}" in text and "base seed 17 started" not in text
+    assert all(row["status"] == "ok" and row[answer] for row in rows(tmp_path / "out").values())
     with Store(tmp_path / "out" / "runs.sqlite") as store:  # whose digests are checked when it is opened
-        assert [run.result["numerics"]["holds"] for run in store.runs()] == [True, True]
+        assert all(run.result[answer] for run in store.runs())
 
 
 def test_the_log_of_a_comparison_that_fails_is_the_runs(tmp_path: Path) -> None:

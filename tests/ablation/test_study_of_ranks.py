@@ -45,7 +45,17 @@ def test_two_ranks_learn_what_one_process_does(tmp_path: Path, monkeypatch, caps
     alone = train({"recipe": load_recipe("cpu/fp32", TINY).to_dict(), "seed": 17, "inspect": True}, print)
     assert plain["final_loss"] == pytest.approx(alone["final_loss"], rel=0.03)  # other dropout masks
     assert plain["samples_per_step"] == alone["batch_size"] == 8
-    assert alone["memory"] and plain["memory"] == {}, "what looks inside is about one process"
+
+    # Where time and memory go, of the first rank: with half of the batch, and with DDP's buckets.
+    trained = alone["memory"]["gradients"]
+    assert plain["memory"]["weights"] == alone["memory"]["weights"] and plain["memory"]["gradients"] == trained
+    assert plain["memory"]["buckets"] == trained and "buckets" not in sent["memory"], "which lie in the buckets"
+    assert plain["memory"]["activations"] == pytest.approx(alone["memory"]["activations"] / 2, rel=0.2)
+    for row in (plain, sent):
+        assert row["step_profile"]["exchange"] > 0 and "optimizer" in row["step_profile"]
+        predicted = {kind: row["memory_predicted"][kind] for kind in row["memory"]}
+        assert predicted == pytest.approx(row["memory"], rel=0.1)
+    assert "exchange" not in alone["step_profile"]
 
 
 @pytest.mark.timeout(300)

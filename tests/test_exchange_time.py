@@ -1,0 +1,55 @@
+"""How long ranks do nothing but exchange: with a rank that is late, and with kernels that run beside one another."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from exchange_worker import LATE
+from torch.autograd import DeviceType
+
+from composer_speedups.exchange_time import alone, is_exchange, waited
+from composer_speedups.operator_kinds import INSIDE, STEPS
+
+
+def event(name: str, start: float, end: float, **more):
+    usual = {"thread": 1, "is_async": False, "device_type": DeviceType.CPU, "cpu_children": []}
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), **usual | more)
+
+
+def kernel(name: str, start: float, end: float, **more):
+    return event(name, start, end, device_type=DeviceType.CUDA, **more)
+
+
+def test_who_is_early_waits(exchanged):
+    early, late = exchanged["profile"]
+    # Two steps; a busy machine may hold up either of them besides.
+    assert early["exchange"] >= 2 * 0.8 * LATE and max(early, key=early.get) == "exchange"
+    assert late["loop"] >= 2 * LATE and 0 < late["exchange"] < early["exchange"]
+
+
+def test_what_is_done_beside_an_exchange_is_no_wait():
+    """The thread has something to do from 10 to 40, and the exchange goes on from 30 to 70, then from 80 to 90."""
+    work = event("aten::mm", 10, 40)
+    inside = event(INSIDE, 5, 75, cpu_children=[work])
+    root = event(STEPS, 0, 100, cpu_children=[inside])
+    exchanges = [event("gloo:all_reduce", *span, thread=2, is_async=True) for span in ((30, 60), (50, 70), (80, 90))]
+    found = waited([root, inside, work, *exchanges], 1)
+    assert found == {id(inside): 30, id(root): 10}
+    assert waited([root, inside, work], 1) == {}
+    other = event("aten::mm", 10, 40, is_async=True)
+    assert sum(waited([root, other], 1).values()) == 0, "a thread's own business is no exchange"
+
+
+def test_kernels_beside_an_exchange_hide_it():
+    reduce, gather = kernel("ncclDevKernel_AllReduce_Sum_f32", 0, 50), kernel("ncclKernel_AllGather", 90, 100)
+    compute = [kernel("gemm", 10, 30), kernel("gemm", 20, 35), kernel("gemm", 45, 60)]
+    note = kernel("nccl:all_reduce", 0, 1000, is_user_annotation=True)
+    assert alone([reduce, gather, *compute, note, event("aten::mm", 0, 100)]) == 10 + 10 + 10
+    assert alone(compute) == 0
+    assert alone([gather]) == 10
+
+
+@pytest.mark.parametrize("name", ["gloo:broadcast", "nccl:all_reduce", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"])
+def test_exchanges_by_name(name: str):
+    assert is_exchange(name) and not is_exchange(f"my_{name}")
