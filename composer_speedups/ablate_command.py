@@ -192,13 +192,13 @@ def _command(
     seeds: int,
     out: Path | None,
     baseline: str | None,
-    plan: str | None = None,
-    equal: bool = False,
-    profile: bool = True,
-    tune: int | None = None,
-    timeout: float = _TIMEOUT,
-    verify: bool = False,
-    ranks: int = 1,
+    plan: str | None,
+    equal: bool,
+    profile: bool,
+    tune: int | None,
+    timeout: float,
+    verify: bool,
+    ranks: int,
 ) -> str:
     words: list[Any] = ["composer-speedups", "ablate", *what, "--seeds", seeds]
     words += ["--out", out] if out is not None else []

@@ -17,6 +17,7 @@ from composer.utils import dist
 from composer_speedups.errors import OutOfMemory, is_out_of_memory
 from composer_speedups.measure import Measurement
 from composer_speedups.recipes import Recipe
+from composer_speedups.termination import put_back
 
 __all__ = [
     "close_trainer",
@@ -80,9 +81,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     try:
         yield asked
     finally:
-        for number, handler in before.items():
-            if handler is not None:  # one that was not set from Python cannot be set from it
-                signal.signal(number, handler)
+        put_back(before)
 
 
 @contextlib.contextmanager

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from composer.core import State
 from torch.optim import Optimizer
 
-from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.optimizer_states import MIN_8BIT_SIZE, Layout
 from composer_speedups.optimizers import become, refuse_other, refuse_unsupported, torch_groups
 
-__all__ = ["become_bnb", "refuse_fsdp"]
+__all__ = ["NO_FSDP", "become_bnb"]
+
+NO_FSDP = "bitsandbytes would read a sharded parameter's memory as if it were a whole one. Use fused_adamw, or DDP."
 
 
 def become_bnb(
@@ -58,9 +58,3 @@ def become_bnb(
     }
     become(optimizer, template, layouts)
     return len(parameters)
-
-
-def refuse_fsdp(state: State, key: str) -> None:
-    """Raise under FSDP: bitsandbytes would read a sharded parameter's memory as if it were a whole one."""
-    if state.fsdp_config is not None:
-        raise SpeedUpUnavailable(f"{key} does not know FSDP's sharded parameters. Use fused_adamw, or DDP.")

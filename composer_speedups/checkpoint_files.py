@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from composer_speedups.errors import CheckpointError
+from composer_speedups.errors import CheckpointError, first_line
 from composer_speedups.files import whole
 
 __all__ = ["Damaged", "Unsafe", "read_file", "write_file"]
@@ -81,7 +81,7 @@ def read_file(path: Path, allow: Sequence[str] = ()) -> Any:
         zipfile.BadZipFile,
         zlib.error,
     ) as error:
-        raise Damaged(path, str(error).strip().partition("\n")[0][:120] or type(error).__name__) from error
+        raise Damaged(path, first_line(error)) from error
 
 
 def write_file(content: Any, target: Path, *, overwrite: bool) -> None:
@@ -98,7 +98,7 @@ def write_file(content: Any, target: Path, *, overwrite: bool) -> None:
     except FileExistsError:
         raise CheckpointError(f"{target} exists: choose another name, or add --overwrite") from None
     except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise CheckpointError(f"{target} cannot be written: {reason}") from error
 
 

@@ -29,8 +29,8 @@ from safetensors import SafetensorError
 
 from composer_speedups import __version__, registry
 from composer_speedups.checkpoint_files import Damaged, Unsafe, read_file
-from composer_speedups.errors import CheckpointError, UserError
-from composer_speedups.files import lock
+from composer_speedups.errors import CheckpointError, UserError, first_line
+from composer_speedups.files import open_locked
 from composer_speedups.resumed_batches import warn_of_other_batches
 from composer_speedups.tasks.inputs import data_of, marks
 
@@ -270,7 +270,7 @@ def writing(path: Path, beside: Path | None = None, then: str = "") -> Iterator[
             cause = OSError(int(number[1]), os.strerror(int(number[1])))
         if cause is None and not re.search(r"PytorchStreamWriter|unexpected pos|iostream|write failed", str(error)):
             raise
-        reason = cause.strerror if cause is not None else str(error).partition("\n")[0]
+        reason = cause.strerror if cause is not None else first_line(error)
         full = cause is None or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
         remedy = ("make room there" if full else "name another folder with --save") + then
         intact = ". What was saved before is intact" if _holds_something(beside or path) else ""
@@ -313,21 +313,16 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def _lock(folder: Path) -> None:
     path = folder / _LOCK
-    while True:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if not lock(descriptor):
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise CheckpointError(
-                f"{folder} is in use by another run ({owner or 'which has just begun'}): wait for its end, or name "
-                "another folder with --save"
-            )
-        with contextlib.suppress(FileNotFoundError):
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:
-                break
-        os.close(descriptor)  # the run before has just ended and removed the file: take the new one
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, locked = open_locked(path)
+    if not locked:
+        owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{folder} is in use by another run ({owner or 'which has just begun'}): wait for its end, or name "
+            "another folder with --save"
+        )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     _HELD[folder] = descriptor

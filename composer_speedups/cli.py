@@ -1,4 +1,5 @@
-"""The command line: parses, calls, prints. Each command is one function here; its work is done elsewhere.
+"""The command line: parses, calls, prints. Small commands are functions here, the others each have a
+`NAME_command.py`; their work is done elsewhere.
 
 Nothing heavy is imported at the top, so that `--help` and the lists answer at once.
 """
@@ -284,11 +285,11 @@ def convert_checkpoint(
 
 def _card(key: str) -> tuple[str, str]:
     """A speed-up's method card and the name of its class, read from its file without importing torch."""
+    from composer_speedups.registry import class_name
+
     file = Path(__file__).parent / "algorithms" / f"{key}.py"
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    names = [n.name for n in tree.body if isinstance(n, ast.ClassDef)]
-    named = next((n for n in names if n.lower() == key.replace("_", "")), "")
-    return inspect.cleandoc(ast.get_docstring(tree) or f"{key}: has no method card."), named
+    return inspect.cleandoc(ast.get_docstring(tree) or f"{key}: has no method card."), class_name(key)
 
 
 def _print_card(text: str) -> None:

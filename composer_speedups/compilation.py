@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import importlib.util
 import os
 import shutil
 import sys
@@ -19,6 +18,7 @@ import torch
 from composer_speedups import inductor_cpp
 from composer_speedups.compat import CompileCounters, compile_counters, keep_module_integers_static
 from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.installed import is_installed
 
 __all__ = [
     "TRITON_INTERPRETED",
@@ -157,7 +157,7 @@ def _end_workers_well() -> None:
     atexit.register(settle_compile_workers)
 
 
-def settle_compile_workers(seconds: float = 60) -> None:
+def settle_compile_workers() -> None:
     """Let Inductor's compile workers, if it has started any, do a job, after which they can be told to end."""
     if "torch._inductor.async_compile" not in sys.modules:
         return
@@ -172,7 +172,7 @@ def settle_compile_workers(seconds: float = 60) -> None:
         if idle_timer is not None:
             idle_timer.quit()
         try:
-            pool.submit(os.getpid).result(seconds)
+            pool.submit(os.getpid).result(60)
         except WorkersLate:
             pool.process.kill()
         except Exception:  # they have ended by themselves: nothing will be waited for
@@ -200,7 +200,7 @@ def why_no_cuda(device: torch.device | None, instead: str) -> str | None:
 
 def missing_for_triton() -> str | None:
     """What Triton's kernels lack on this machine; None if nothing. That there is no GPU is for callers to say."""
-    if importlib.util.find_spec("triton") is None:
+    if not is_installed("triton"):
         return "it needs the package triton, which is not installed; `pip install triton`"
     return missing_tools(torch.device("cuda")) if torch.cuda.is_available() else None
 
@@ -222,7 +222,7 @@ def missing_tools(device: torch.device) -> str | None:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return "there is no CUDA GPU. Use the CPU"
-        if importlib.util.find_spec("triton") is None:
+        if not is_installed("triton"):
             return "it needs the package triton on CUDA, which is not installed. Run `pip install triton`"
         if torch.cuda.get_device_capability(device) < (7, 0):
             return "Triton needs compute capability 7.0 (Volta) or newer. Leave it out on this GPU"

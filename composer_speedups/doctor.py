@@ -5,8 +5,6 @@ Nothing is trained and nothing is measured: it says what would work, `composer-s
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -18,8 +16,9 @@ import torch
 
 from composer_speedups import hardware, registry
 from composer_speedups.compilation import compiler, missing_tools
-from composer_speedups.errors import TaskError, UserError
+from composer_speedups.errors import TaskError, UserError, in_a_line
 from composer_speedups.families import UNPADDABLE
+from composer_speedups.installed import is_installed, version
 
 if TYPE_CHECKING:
     from composer_speedups.fitting import Remedy
@@ -100,7 +99,8 @@ def examine(model: str | None = None) -> Diagnosis:
     """
     environment = hardware.environment()
     device = torch.device(environment["hardware"])
-    diagnosis = Diagnosis(environment, list(capabilities(environment)), list(speedups(device)))
+    bf16 = hardware.multiplies_bf16() if device.type == "cpu" else None
+    diagnosis = Diagnosis(environment, list(capabilities(environment, bf16)), list(speedups(device)))
     family = None
     if model is not None:
         config = _config(model)
@@ -158,9 +158,8 @@ def memory_need(
     except UserError:
         raise
     except Exception as error:  # what a model that is no encoder makes of a batch of tokens: anything
-        first = str(error).partition("\n")[0]
         raise TaskError(
-            f"the memory of {name!r} cannot be predicted ({type(error).__name__}: {first}): choose a BERT-like encoder"
+            f"the memory of {name!r} cannot be predicted ({in_a_line(error)}): choose a BERT-like encoder"
         ) from error
     tokens = f"{chosen.task.max_length} tokens" if mean is None else f"{mean} tokens (the task's mean)"
     label = chosen.name if recipe is not None else "float32 with AdamW"
@@ -171,7 +170,7 @@ def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None,
     """The recipe as asked for; without one, a plain classifier."""
     from composer_speedups.recipes import Recipe, load_recipe
     from composer_speedups.tasks.known_models import known
-    from composer_speedups.tasks.models import positions
+    from composer_speedups.tasks.models import longest_input
 
     if recipe is not None:
         changes = [f"model.name={json.dumps(model)}"] if model is not None else []
@@ -187,7 +186,7 @@ def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None,
             spec = spec.model_copy(update={"pretrained": False, "config": config})
         return chosen.model_copy(update={"model": spec})
     name = model or "bert-base-uncased"
-    room = positions(_config(name)) or 512
+    room = longest_input(_config(name)) or 512
     # Sizes follow from the configuration: no weights are looked for.
     size = {"name": name, "pretrained": False} if os.path.exists(name) or known(name) else {"name": name}
     task = {"name": "dummy", "max_length": length or min(256, room)}
@@ -214,8 +213,13 @@ def _typical_lengths(recipe: Recipe, rows: int, progress: Callable[[str], None] 
     return np.quantile(known, (np.arange(rows) + 0.5) / rows).round().astype(int).tolist()
 
 
-def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
-    """What hardware, PyTorch and the optional packages support."""
+def capabilities(environment: Mapping[str, Any], bf16: bool | None = None) -> Iterator[Finding]:
+    """What hardware, PyTorch and the optional packages support.
+
+    Args:
+        environment: of the machine.
+        bf16: whether PyTorch multiplies bfloat16 on its CPU, by which speed-ups go; None is what its flags say.
+    """
     gpus = environment.get("gpus") or []
     flags = set((environment.get("cpu") or {}).get("flags") or [])
     if gpus:
@@ -227,18 +231,20 @@ def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("fp8", level >= (8, 9), name if level >= (8, 9) else f"{name}; it needs 8.9 (Ada, Hopper)")
     else:
         yield Finding("TF32", False, "it needs an Ampere or newer CUDA GPU")
-        native = [flag for flag in hardware.X86_BF16 if flag in flags]
-        if environment["cpu"].get("machine") in ("aarch64", "arm64"):
-            native = [flag for flag in ("bf16",) if flag in flags]
-        text = (
-            f"native: {', '.join(native)}" if native else "emulated, so slower than fp32: this CPU has no bf16 products"
-        )
-        yield Finding("bf16", bool(native), text)
+        arm = environment["cpu"].get("machine") in ("aarch64", "arm64")
+        named = [flag for flag in (("bf16",) if arm else hardware.X86_BF16) if flag in flags]
+        native = bool(named) if bf16 is None else bf16
+        text = "emulated, so slower than fp32: this CPU has no bf16 products"
+        if native:
+            text = f"native{': ' if named else ''}{', '.join(named)}"
+        elif named:
+            text = f"emulated, so slower than fp32: the CPU has {', '.join(named)}, and this PyTorch does not use it"
+        yield Finding("bf16", native, text)
         yield Finding("fp16", False, f"it needs a CUDA GPU{'. Use bf16' if native else ''}")
         yield Finding("fp8", False, "it needs an Ada, Hopper or newer GPU")
     yield _flash(gpus)
-    triton = importlib.util.find_spec("triton") is not None
-    detail = _version("triton") if triton else "pip install triton"
+    triton = is_installed("triton")
+    detail = version("triton") or "without a version" if triton else "pip install triton"
     yield Finding("Triton", triton and bool(gpus), detail if gpus else f"{detail}; of use on a GPU only")
     device = torch.device("cuda" if gpus else "cpu")
     missing = missing_tools(device)
@@ -249,8 +255,8 @@ def capabilities(environment: Mapping[str, Any]) -> Iterator[Finding]:
         ("bitsandbytes", "bitsandbytes", "bitsandbytes", "pip install bitsandbytes"),
         ("torchao", "torchao", "torchao", "pip install torchao"),
     ):
-        found = all(importlib.util.find_spec(name) is not None for name in (package, part))
-        yield Finding(label, found, _version(package) if found else f"not installed: {remedy}")
+        found = is_installed(package, part)
+        yield Finding(label, found, version(package) or "" if found else f"not installed: {remedy}")
     if len(gpus) > 1:
         linked = all(
             torch.cuda.can_device_access_peer(a, b) for a in range(len(gpus)) for b in range(len(gpus)) if a != b
@@ -334,7 +340,7 @@ def _flash(gpus: list[Any]) -> Finding:
     new_enough = all(int(gpu["capability"].split(".")[0]) >= 8 for gpu in gpus)
     works = built and new_enough and torch.backends.cuda.flash_sdp_enabled()
     text = "PyTorch's own, in fp16 and bf16" if works else "PyTorch's memory-efficient kernel is used instead"
-    package = _version("flash-attn")
+    package = version("flash-attn")
     return Finding("flash attention", works, text + (f"; flash-attn {package}" if package else ""))
 
 
@@ -360,10 +366,3 @@ def _compiler(device: torch.device) -> str:
     except (OSError, subprocess.SubprocessError):
         return path
     return f"{path} ({said})" if said else path
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

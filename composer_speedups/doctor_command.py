@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from composer_speedups.collector import importing
+from composer_speedups.recipe_yaml import inline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,9 +61,9 @@ def doctor(
         _memory(console, need)
     console.print("\n[bold]Switch on first[/] (in a recipe)")
     console.print("speedups:", highlight=False)
-    width = max((len(f"  {key}: {_yaml(arguments)}") for key, arguments in found.first.items()), default=0)
+    width = max((len(f"  {key}: {inline(arguments)}") for key, arguments in found.first.items()), default=0)
     for (key, arguments), reason in zip(found.first.items(), found.reasons, strict=True):
-        line = f"  {key}: {_yaml(arguments)}"
+        line = f"  {key}: {inline(arguments)}"
         console.print(f"{line:<{width}}  # {reason}", markup=False, highlight=False, soft_wrap=True)
     console.print("What each brings here, measured: composer-speedups ablate demo --seeds 3", highlight=False)
 
@@ -135,7 +136,3 @@ def _remedy(remedy: Remedy) -> str:
 
 def _size(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.1f} MiB"
-
-
-def _yaml(arguments: dict[str, object]) -> str:
-    return "{" + ", ".join(f"{key}: {value}" for key, value in arguments.items()) + "}"

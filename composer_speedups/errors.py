@@ -14,6 +14,8 @@ __all__ = [
     "SpeedUpUnavailable",
     "TaskError",
     "UserError",
+    "first_line",
+    "in_a_line",
     "is_out_of_memory",
 ]
 
@@ -48,6 +50,26 @@ class NothingFits(UserError):
 
 class OutOfMemory(UserError, RuntimeError):
     """The batch does not fit; says which size failed and which to try."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line with words of what an error says, 200 letters of it; its kind, where it says nothing.
+
+    >>> first_line(ValueError("\\n too small\\nby far")), first_line(OSError())
+    ('too small', 'OSError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def in_a_line(error: BaseException) -> str:
+    """The same, behind its kind.
+
+    >>> in_a_line(ValueError("too small")), in_a_line(OSError())
+    ('ValueError: too small', 'OSError')
+    """
+    kind, line = type(error).__name__, first_line(error)
+    return line if line == kind else f"{kind}: {line}"
 
 
 # The words of the CPU's allocator, of C++, and of cuBLAS and cuDNN. Those ask for memory beside PyTorch's when a thread

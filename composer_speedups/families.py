@@ -26,7 +26,7 @@ __all__ = [
     "attention_of",
     "has_head",
     "layers_of",
-    "positions",
+    "position_kind",
     "reads_first",
     "stack_of",
     "takes_first",
@@ -86,11 +86,11 @@ def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
     return getattr(block, "self", getattr(block, "attn", block))
 
 
-def positions(config: Any) -> str:
+def position_kind(config: Any) -> str:
     """ "absolute" where positions are added to the embeddings, "rotary" where ESM turns queries and keys, or others.
 
     >>> from transformers import BertConfig
-    >>> positions(BertConfig())
+    >>> position_kind(BertConfig())
     'absolute'
     """
     return getattr(config, "position_embedding_type", None) or "absolute"  # transformers 5 has no others any more
@@ -98,7 +98,7 @@ def positions(config: Any) -> str:
 
 def adds_to_scores(config: Any) -> bool:
     """Whether positions add to the attention scores, which fused kernels do not allow."""
-    return positions(config) not in ("absolute", "rotary")
+    return position_kind(config) not in ("absolute", "rotary")
 
 
 def has_head(model: torch.nn.Module | None, kinds: tuple[str, ...]) -> bool:

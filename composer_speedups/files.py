@@ -13,7 +13,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["lock", "move_if_free", "whole"]
+__all__ = ["lock", "move_if_free", "open_locked", "whole"]
 
 
 def lock(descriptor: int) -> bool:
@@ -31,6 +31,24 @@ def lock(descriptor: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def open_locked(path: Path) -> tuple[int, bool]:
+    """A descriptor of `path`, which is made if it is not there, and whether its lock could be had.
+
+    Who holds it may remove the file when he is done: a lock of a file that has no name any more keeps nobody out.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        if not lock(descriptor):
+            return descriptor, False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor, True
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

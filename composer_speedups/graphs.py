@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from composer_speedups.cast_together import cast_together, linear_weights
-from composer_speedups.errors import SpeedUpUnavailable, is_out_of_memory
+from composer_speedups.errors import SpeedUpUnavailable, first_line, is_out_of_memory
 from composer_speedups.fixed_total import FixedTotal, total_fixed
 from composer_speedups.kept_in_python import PLAIN, at_present
 from composer_speedups.read_twice import reading_twice
@@ -261,7 +261,7 @@ def _first_words(error: BaseException, handled: BaseException | None) -> str:
     """
     while isinstance(error.__context__, Exception) and error.__context__ is not handled:
         error = error.__context__
-    return str(error).partition("\n")[0]
+    return first_line(error)
 
 
 def _distinct(values: list[Any]) -> tuple[list[torch.Tensor], tuple[int | None, ...]]:

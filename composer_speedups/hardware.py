@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups import cgroup
+from composer_speedups.installed import version
 
 __all__ = [
     "X86_BF16",
@@ -135,7 +135,7 @@ def environment() -> dict[str, Any]:
         "hardware": hardware(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: v for name in _PACKAGES if (v := _version(name)) is not None},
+        "versions": {name: v for name in _PACKAGES if (v := version(name)) is not None},
         "cpu": _cpu(),
         "memory_bytes": _memory(),
         "threads": torch.get_num_threads(),
@@ -307,13 +307,6 @@ def _wait(cuda: bool) -> None:
         import torch
 
         torch.cuda.synchronize()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import composer.loggers
 from composer.loggers import FileLogger, LoggerDestination
 
-from composer_speedups.errors import RecipeError, UserError
+from composer_speedups.errors import RecipeError, UserError, first_line
 from composer_speedups.recipe_schema import nearest
 from composer_speedups.recipe_yaml import show
 from composer_speedups.recipes import Recipe
@@ -65,7 +65,7 @@ def _explained(where: str, arguments: dict[str, Any]) -> Iterator[None]:
         if missing is not None:
             package = str(missing.name).partition(".")[0]
             raise RecipeError(f"{where}: it needs {package}, which is not installed: pip install {package}") from error
-        reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         file = f"{error.filename}: " if isinstance(error, OSError) and error.filename is not None else ""
         given = f" Change what is given: {show(arguments, 200)}" if arguments else ""
         raise RecipeError(f"{where}: it cannot start ({type(error).__name__}: {file}{reason}).{given}") from error

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from composer_speedups import cgroup
 from composer_speedups.memory_meters import OperationMeter, SavedForBackward, tensor_bytes
 from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes, sizes
+from composer_speedups.results import MEMORY_KINDS
 from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes, check_combination
 from composer_speedups.tasks import model_sources, models
 from composer_speedups.tasks.task import DEFAULT_VOCABULARY
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from composer_speedups.tasks import Task
 
 __all__ = [
-    "KINDS",
     "MOST",
     "Memory",
     "free_memory",
@@ -50,7 +50,6 @@ __all__ = [
 
 log = logging.getLogger("composer_speedups")
 
-KINDS = ("weights", "gradients", "buckets", "optimizer", "activations")
 MOST = 16_384  # samples in a batch; more are not asked for
 _LABELS = 10  # classes, where nobody says how many: a head is small beside its encoder
 
@@ -86,7 +85,7 @@ class Memory:
 
     def kinds(self) -> dict[str, int]:
         """The kinds that a step's tensors have, by name."""
-        return {name: getattr(self, name) for name in KINDS if name != "buckets" or self.buckets}
+        return {name: getattr(self, name) for name in MEMORY_KINDS if name != "buckets" or self.buckets}
 
 
 def predict(

@@ -84,7 +84,7 @@ class profiled:
 
 
 class StepProfiler(Callback):
-    """Profiles `steps` steps of a fit, after `skip` others, and marks the model's head for it.
+    """Profiles `steps` steps of a fit, after `skip` others (one at least), and marks the model's head for it.
 
     Args:
         model: the Hugging Face model whose head is to be told from its encoder; None leaves the head unmarked, as it
@@ -111,6 +111,9 @@ class StepProfiler(Callback):
             self._inside.__enter__()
 
     def after_backward(self, state: State, logger: Logger) -> None:
+        self._end_inside()
+
+    def _end_inside(self) -> None:
         if self._inside is not None:
             self._inside.__exit__(None, None, None)
             self._inside = None
@@ -129,6 +132,7 @@ class StepProfiler(Callback):
 
     def stop(self) -> None:
         """End what is still running, and take the marks away."""
+        self._end_inside()
         if self._running is not None:
             self._running.__exit__(RuntimeError, None, None)
             self._running = None

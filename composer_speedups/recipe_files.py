@@ -13,13 +13,13 @@ from pathlib import Path
 
 from composer_speedups.errors import RecipeError
 from composer_speedups.recipe_merge import merge, normalised
-from composer_speedups.recipe_schema import nearest
+from composer_speedups.recipe_schema import DESCRIPTIVE, nearest
 from composer_speedups.recipe_yaml import Item, read_file, show
 
 __all__ = ["NOT_INHERITED", "Library", "PathLike", "recipe_names", "shipped_folder", "suite_names"]
 
 PathLike = str | os.PathLike[str]
-NOT_INHERITED = ("name", "description", "extends", "published")  # they belong to one recipe, not to its children
+NOT_INHERITED = (*DESCRIPTIVE, "extends")  # they belong to one recipe, not to its children
 MAX_CHAIN = 30
 
 

@@ -16,6 +16,7 @@ from composer_speedups.recipe_yaml import show
 from composer_speedups.tasks.spec import ModelSpec, TaskSpec
 
 __all__ = [
+    "DESCRIPTIVE",
     "LOGGERS",
     "OptimizerSpec",
     "Published",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 Scalar = bool | int | float | str | None
+DESCRIPTIVE = ("name", "description", "published")  # keys of a recipe that say nothing of what is trained
 
 # Composer's loggers that a recipe may name. A fixed list, so that no recipe can have code imported; the Trainer's
 # own progress bar and console are options of the Trainer, and uploading to a bucket is no logger's job here.

@@ -18,7 +18,7 @@ import yaml
 
 from composer_speedups.errors import RecipeError
 
-__all__ = ["Item", "Where", "dump", "read_file", "read_text", "show"]
+__all__ = ["Item", "Where", "dump", "inline", "read_file", "read_text", "show"]
 
 Scalar = str | int | float | bool | None
 
@@ -237,19 +237,24 @@ def dump(item: Item, comments: bool = False) -> str:
 def _rows(item: Item, indent: int) -> Iterator[tuple[str, Where | None]]:
     assert isinstance(item.value, dict)
     for key, child in item.value.items():
-        head = f"{' ' * indent}{_inline(key)}:"
+        head = f"{' ' * indent}{inline(key)}:"
         if isinstance(child.value, dict) and child.value:
             yield head, None
             yield from _rows(child, indent + 2)
         else:
-            yield f"{head} {_inline(child.plain())}", child.where
+            yield f"{head} {inline(child.plain())}", child.where
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
+    """`value` on one line of YAML, as a recipe can have it.
+
+    >>> inline({"dtype": "bf16", "on": "yes", "every": None, "views": True})
+    "{dtype: bf16, 'on': 'yes', every: null, views: true}"
+    """
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_inline(k)}: {_inline(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{inline(k)}: {inline(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_inline(v) for v in value) + "]"
+        return "[" + ", ".join(inline(v) for v in value) + "]"
     options: dict[str, Any] = {"width": math.inf, "allow_unicode": True, "Dumper": yaml.SafeDumper}
     if isinstance(value, str):
         # In a list, so that text which is only harmless in block style gets its quotes.

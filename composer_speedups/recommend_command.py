@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from composer_speedups.errors import RecipeError, UserError
+from composer_speedups import registry
+from composer_speedups.errors import RecipeError
+from composer_speedups.recipe_yaml import inline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,8 +54,6 @@ def recommend(
     from composer_speedups.recommend.run import recommend as run
     from composer_speedups.termination import stop_on_termination
 
-    if not minutes > 0:
-        raise UserError(f"--minutes must be positive, got {minutes:g}. Write e.g. --minutes 15")
     overrides = [_dotted(option) for option in options or ()]
     base = _plain(model, task, overrides)
     stem = "".join(c if c.isalnum() or c in "._-" else "_" for c in Path(model).name) or "model"
@@ -111,15 +110,8 @@ def python_line(speedups: dict[str, dict[str, Any]]) -> str:
     calls = []
     for key, arguments in speedups.items():
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        calls.append(f"{_class_name(key)}({given})")
+        calls.append(f"{registry.class_name(key)}({given})")
     return f"algorithms=[{', '.join(calls)}]"
-
-
-def _class_name(key: str) -> str:
-    """The class in an algorithm's file, without importing torch."""
-    file = Path(__file__).parent / "algorithms" / f"{key}.py"
-    names = [n.name for n in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)]
-    return next(name for name in names if name.lower() == key.replace("_", ""))
 
 
 def _show(found: Recommendation, console: Console) -> None:
@@ -152,9 +144,9 @@ def _show(found: Recommendation, console: Console) -> None:
         say("\nIn a recipe:")
         say("speedups:")
         for key, arguments in found.recipe.speedups.items():
-            inner = ", ".join(f"{name}: {_yaml(value)}" for name, value in arguments.items())
+            inner = ", ".join(f"{name}: {inline(value)}" for name, value in arguments.items())
             say(f"  {key}: {{{inner}}}")
-        classes = ", ".join(sorted(_class_name(key) for key in found.recipe.speedups))
+        classes = ", ".join(sorted(registry.class_name(key) for key in found.recipe.speedups))
         say("\nIn Python:")
         say(f"from composer_speedups import {classes}")
         say(f"Trainer(..., {python_line(found.recipe.speedups)})")
@@ -165,9 +157,3 @@ def _show(found: Recommendation, console: Console) -> None:
         say(f"Its numbers against float64, here: composer-speedups verify {path}{several}")
     if found.findings is not None and found.folder is not None:
         say(f"Report: {found.folder / 'report.html'}")
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import re
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from composer_speedups.speedup import SpeedUp
 
-__all__ = ["NotASpeedUp", "build", "check_arguments", "function", "keys", "regrouping", "speedup_class"]
+__all__ = ["NotASpeedUp", "build", "check_arguments", "class_name", "function", "keys", "regrouping", "speedup_class"]
 
 _FOLDER = Path(__file__).parent / "algorithms"
 
@@ -39,6 +40,13 @@ def keys() -> tuple[str, ...]:
 def regrouping() -> frozenset[str]:
     """Keys of those that set `regroups`: read from their files, as a study's own process is to stay free of torch."""
     return frozenset(key for key in keys() if "\n    regroups = True\n" in (_FOLDER / f"{key}.py").read_text("utf-8"))
+
+
+@cache
+def class_name(key: str) -> str:
+    """The class in a speed-up's file, whose name is the file's; empty where it has none. Without importing torch."""
+    names = re.findall(r"^class (\w+)", (_FOLDER / f"{key}.py").read_text("utf-8"), re.MULTILINE)
+    return next((name for name in names if name.lower() == key.replace("_", "")), "")
 
 
 @cache

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["INSIDE", "NO_FUSED_KERNEL", "Progress", "RunResult"]
+__all__ = ["INSIDE", "MEMORY_KINDS", "NO_FUSED_KERNEL", "Progress", "RunResult"]
 
 NO_FUSED_KERNEL = "no fused kernel"  # `as_it_ran["attention"]` where none of PyTorch's or of ours was seen
 
+MEMORY_KINDS = ("weights", "gradients", "buckets", "optimizer", "activations")  # buckets: only of several ranks
 # What `inspection.py` finds, of `RunResult`.
 INSIDE = ("as_it_ran", "step_profile", "step_profile_other", "memory", "memory_predicted")
 
@@ -19,7 +20,7 @@ Status = Literal["ok", "skipped", "failed", "out_of_memory", "timeout", "interru
 class Progress:
     """Where a run is: sent to whoever shows it."""
 
-    phase: Literal["data", "model", "train", "eval", "verify"]
+    phase: Literal["data", "train", "eval", "verify"]
     step: int = 0
     steps: int = 0
     loss: float | None = None

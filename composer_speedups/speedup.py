@@ -84,6 +84,7 @@ class SpeedUp(Algorithm):
         at_once: whether it uses gradients as they come: it is for one process and one forward pass of the whole batch,
             and a recipe that accumulates gradients is refused with it.
         in_buckets: whether gradients lie in DDP's buckets, and nowhere else.
+        no_fsdp: why this cannot be used under FSDP, naming the remedy; empty where it can.
         events: events beyond `Event.INIT` on which `on_event` is called.
         evidence: what was changed, filled by `report`; the ablation study shows it beside the speed.
     """
@@ -96,6 +97,7 @@ class SpeedUp(Algorithm):
     regroups: ClassVar[bool] = False  # `registry.regrouping` finds a class by the line `regroups = True` in its file
     at_once: ClassVar[bool] = False
     in_buckets: ClassVar[bool] = False
+    no_fsdp: ClassVar[str] = ""
     events: ClassVar[frozenset[Event]] = frozenset()
 
     _installed_in: weakref.ref[State] | None = None
@@ -309,6 +311,8 @@ def _install_all(first: SpeedUp, state: State, logger: Logger) -> None:
         reason = speedup.unavailable(state.device._device)
         if reason is not None:
             raise SpeedUpUnavailable(f"{speedup!r} cannot be used here: {reason}")
+        if speedup.no_fsdp and state.fsdp_config is not None:
+            raise SpeedUpUnavailable(f"{speedup!r} cannot be used under FSDP: {speedup.no_fsdp}")
         if (slow := speedup.too_slow(state.device._device)) is not None:
             log.warning("%r makes training slower here: %s", speedup, slow)
     loading = _loads_without(waiting)

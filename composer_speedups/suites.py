@@ -29,14 +29,12 @@ class Suite:
         description: a line or two.
         baseline: the name of the recipe against which speed-ups are counted.
         recipes: in the order of the table.
-        hardware: `cpu`, `cuda` or `cpu_without_bf16`.
     """
 
     name: str
     description: str
     baseline: str
     recipes: list[Recipe]
-    hardware: str
 
 
 class RecipeInfo(NamedTuple):
@@ -97,7 +95,7 @@ def load_suite(
         if file not in files:
             raise RecipeError(f"{where}: baseline {chosen.baseline} is none of the recipes. {nearest(baseline, names)}")
         baseline = names[files.index(file)]
-    return Suite(name, chosen.description, baseline, recipes, hardware)
+    return Suite(name, chosen.description, baseline, recipes)
 
 
 def list_recipes() -> list[RecipeInfo]:

@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-__all__ = ["end_on_termination", "stop_on_termination"]
+__all__ = ["end_on_termination", "put_back", "signal_name", "stop_on_termination"]
 
 
 def stop_on_termination() -> None:
@@ -25,6 +26,26 @@ def stop_on_termination() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def put_back(handlers: Mapping[int, Any]) -> None:
+    """Let signals have the handlers that `signal.signal` has given when others were set; None stands for one that was
+    not set from Python, and cannot be."""
+    for number, handler in handlers.items():
+        if handler is not None:
+            signal.signal(number, handler)
+
+
+def signal_name(number: int) -> str:
+    """As `SIGSEGV`; real-time signals have none.
+
+    >>> signal_name(11), signal_name(35)
+    ('SIGSEGV', 'signal 35')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @contextlib.contextmanager
@@ -49,5 +70,4 @@ def end_on_termination() -> Iterator[None]:
         yield
     finally:
         signal.signal = set_handler
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        put_back(before)

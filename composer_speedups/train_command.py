@@ -96,7 +96,7 @@ class _LiveLine:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._printed = -1
-        self._phase = ""
+        self._phase = self._message = ""
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -127,8 +127,8 @@ class _LiveLine:
             )
             return
         tenth = progress.step * 10 // progress.steps if progress.steps else -1
-        if progress.phase != self._phase or tenth > self._printed:
-            self._phase, self._printed = progress.phase, tenth
+        if progress.phase != self._phase or tenth > self._printed or progress.message not in ("", self._message):
+            self._phase, self._printed, self._message = progress.phase, tenth, progress.message
             self._console.print(f"{progress.phase} {facts}", soft_wrap=True)
 
 

@@ -85,9 +85,9 @@ def build_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optim
 
 def build_scheduler(recipe: Recipe) -> ComposerScheduler:
     with_warmup, without = _SCHEDULERS[recipe.schedule.name]
-    if float(recipe.schedule.warmup.rstrip("abdeprsu")) == 0:
-        return without()
-    return with_warmup(t_warmup=recipe.schedule.warmup)
+    warmup = recipe.schedule.warmup
+    share_or_count = float(warmup.removesuffix("dur")) if warmup.endswith("dur") else count_and_unit(warmup)[0]
+    return with_warmup(t_warmup=warmup) if share_or_count else without()
 
 
 def build_loader(recipe: Recipe, task: Task, seed: int, *, train: bool) -> DataLoader | DataSpec:

@@ -12,7 +12,7 @@ from composer_speedups.families import (
     attention_of,
     has_head,
     layers_of,
-    positions,
+    position_kind,
     stack_of,
 )
 from composer_speedups.packed_encoder import PackedEncoder
@@ -38,7 +38,7 @@ def why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | Non
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         return "config.is_decoder is True: attention only to earlier tokens is not for unpadding"
     if adds_to_scores(config):
-        return f"position_embedding_type={positions(config)!r} adds to the scores, which fused kernels do not allow"
+        return f"position_embedding_type={position_kind(config)!r} adds to the scores, which fused kernels do not allow"
     if getattr(config, "chunk_size_feed_forward", 0):
         return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
     if has_head(owner, ("ForMultipleChoice",)) and getattr(config, "summary_type", "first") != "first":

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NOT_VERIFIED", "SAMPLES", "Comparison", "Errors", "Updates", "Verification", "samples_for"]
+__all__ = ["NOT_VERIFIED", "SAMPLES", "Comparison", "Errors", "Updates", "Verification", "samples_for", "with_fewer"]
 
 NOT_VERIFIED = "its numbers cannot be verified"  # how a study's warning of that begins
 SAMPLES = 8  # of the batch, where nobody says otherwise
+
+
+def with_fewer(samples: int, ranks: int) -> str:
+    """What to try where so many texts have run out of memory."""
+    fewer = samples // ranks // 2 * ranks
+    return f"try --samples {fewer}" if fewer else "try a shorter task.max_length"
 
 
 def samples_for(ranks: int) -> int:

@@ -13,7 +13,7 @@ from composer_speedups.ablation.isolate import Isolation, Outcome
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.look import look
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError
-from composer_speedups.verified import Verification
+from composer_speedups.verified import Verification, with_fewer
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -46,9 +46,7 @@ def verify_in_ranks(
         # Before there are too many processes.
         facts = look(isolation, payload, f"{__name__}:survey", 600)["environment"]
         outcome = isolation.run(payload, report=say, ranks=ranks)
-    fewer = samples // ranks // 2 * ranks
-    found = _value(outcome, f"try --samples {fewer}" if fewer else "try a shorter task.max_length")
-    return Verification.read(found), hardware.summary(facts)
+    return Verification.read(_value(outcome, with_fewer(samples, ranks))), hardware.summary(facts)
 
 
 def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:

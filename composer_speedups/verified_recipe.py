@@ -13,7 +13,7 @@ from composer_speedups.recipes import Recipe
 from composer_speedups.tasks import build_task
 from composer_speedups.training_parts import available_algorithms, build_composer_model, build_optimizer
 from composer_speedups.verification import verify
-from composer_speedups.verified import SAMPLES, Verification
+from composer_speedups.verified import SAMPLES, Verification, with_fewer
 
 __all__ = ["verify_recipe"]
 
@@ -62,6 +62,5 @@ def verify_recipe(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        fewer = samples // ranks // 2 * ranks
-        remedy = f"try --samples {fewer}" if fewer else "try a shorter task.max_length"
+        remedy = with_fewer(samples, ranks)
         raise OutOfMemory(f"{recipe.name} ran out of memory with {samples} texts: {remedy}") from error

@@ -17,6 +17,7 @@ import pickle
 import warnings
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from contract import (
 )
 
 import composer_speedups
-from composer_speedups import registry
+from composer_speedups import registry, speedup
 from composer_speedups.errors import ConflictError, RecipeError, SpeedUpUnavailable
 from composer_speedups.recipe_files import recipe_names
 from composer_speedups.recipes import load_recipe
@@ -458,6 +459,17 @@ def test_what_this_machine_lacks_is_one_clear_error_before_training(key: str, tr
 
 
 # ---- 6. arguments are the configuration
+
+
+@pytest.mark.parametrize("key", [key for key in ALL if registry.speedup_class(key).no_fsdp])
+def test_what_fsdp_cannot_have_says_so_before_anything_is_changed(key: str, monkeypatch) -> None:
+    cls, model = registry.speedup_class(key), bert(case(key).head)
+    monkeypatch.setattr(cls, "unavailable", lambda self, device: None)
+    monkeypatch.setattr(cls, "install", lambda self, state, logger: pytest.fail("it was installed"))
+    device = SimpleNamespace(_device=torch.device("cpu"))
+    state = SimpleNamespace(fsdp_config={}, algorithms=[], callbacks=[], device=device, model=model)
+    with pytest.raises(SpeedUpUnavailable, match=r"cannot be used under FSDP: .*(Use|Set|Remove) "):
+        speedup._install_all(make(key), state, None)
 
 
 @pytest.mark.parametrize("key", ALL)

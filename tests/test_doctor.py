@@ -70,12 +70,30 @@ def test_sizes_that_miss_their_multiples():
     assert "intermediate_size" not in odd
 
 
-def test_the_other_project_called_apex_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("content", ["", "import pyramid_of_another_project"], ids=["empty", "cannot be imported"])
+def test_the_other_project_called_apex_is_not_taken_for_it(tmp_path: Path, monkeypatch, content: str):
     (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").touch()
+    (tmp_path / "apex" / "__init__.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
     found = {one.name: one for one in capabilities(machine())}["Apex"]
     assert not found.works and found.detail.startswith("not installed: build it from github.com/NVIDIA/apex")
+
+
+@pytest.mark.parametrize(
+    ("flags", "multiplies", "word"),
+    [
+        (("avx512_bf16",), True, "native: avx512_bf16"),
+        (("avx512_bf16",), False, "emulated, so slower than fp32: the CPU has avx512_bf16, and this PyTorch does not"),
+        ((), True, "native"),  # not Linux, where no flags are told
+        ((), False, "emulated, so slower than fp32: this CPU has no bf16 products"),
+    ],
+)
+def test_doctor_says_of_bf16_what_speed_ups_go_by(flags: tuple[str, ...], multiplies: bool, word: str, monkeypatch):
+    found = {one.name: one for one in capabilities(machine(flags=flags), multiplies)}["bf16"]
+    assert found.works is multiplies and found.detail.startswith(word)
+    monkeypatch.setattr(hardware, "multiplies_bf16", lambda: multiplies)
+    if not torch.cuda.is_available():
+        assert {one.name: one for one in examine().capabilities}["bf16"].works is multiplies
 
 
 def test_this_machine():

@@ -10,7 +10,7 @@ import torch
 from test_training import tiny
 
 from composer_speedups import inspection
-from composer_speedups.memory import KINDS
+from composer_speedups.results import MEMORY_KINDS
 from composer_speedups.training import run
 
 
@@ -26,7 +26,7 @@ from composer_speedups.training import run
 )
 def test_memory_is_what_was_predicted(recipe: dict):
     result = run(tiny(*recipe.get("overrides", ()), name=recipe["name"]), inspect=True)
-    kinds = set(KINDS) - {"buckets"}  # which only several ranks have
+    kinds = set(MEMORY_KINDS) - {"buckets"}  # which only several ranks have
     assert set(result.memory) == kinds and set(result.memory_predicted) == {*kinds, "peak"}
     for kind in kinds:
         assert result.memory_predicted[kind] == pytest.approx(result.memory[kind], rel=0.1), kind

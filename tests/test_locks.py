@@ -32,3 +32,27 @@ def test_a_file_system_without_locks_is_no_obstacle(number: int, tmp_path: Path,
     descriptor = opened(tmp_path / "x")
     assert files.lock(descriptor)
     os.close(descriptor)
+
+
+def test_a_file_that_its_holder_has_removed_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second one has opened it when the first removes it and lets it go: he must take the new one, as a third does,
+    or both hold what they take for one lock."""
+    path = tmp_path / "x"
+    first, _ = files.open_locked(path)
+    really, opens = files.lock, []
+
+    def meanwhile(descriptor: int) -> bool:
+        if not opens:
+            opens.append(descriptor)
+            path.unlink()
+            os.close(first)
+        return really(descriptor)
+
+    monkeypatch.setattr(files, "lock", meanwhile)
+    second, held = files.open_locked(path)
+    assert held and path.exists()
+    third, free = files.open_locked(path)
+    assert not free, "two hold it"
+    os.close(third)
+    os.close(second)
+    assert len(opens) == 1

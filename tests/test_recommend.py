@@ -455,9 +455,10 @@ def test_the_python_line_is_python():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--minutes", "0"], "--minutes must be positive, got 0"),
-        (["--minutes", "-3"], "--minutes must be positive, got -3"),
-        (["--minutes", "nan"], "--minutes must be positive"),
+        (["--minutes", "0"], "--minutes must be above 0 and at most 100,000, got 0"),
+        (["--minutes", "-3"], "--minutes must be above 0 and at most 100,000, got -3"),
+        (["--minutes", "nan"], "--minutes must be above 0"),
+        (["--minutes", "2e5"], "--minutes must be above 0 and at most 100,000, got 200000"),
         (["--task", "imbd"], "task.name must be"),
         (["--task", "text"], "task text needs path"),
         (["speedups={unpadding: {}}"], "name and speedups are what recommend finds"),

@@ -14,24 +14,19 @@ from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.store import Run
 from composer_speedups.ablation.words import flaw
+from composer_speedups.operator_kinds import KINDS
+from composer_speedups.results import MEMORY_KINDS
 
-__all__ = ["MEMORY", "charts", "pareto", "shares"]
+__all__ = ["charts", "pareto", "shares"]
 
 Curve = list[tuple[float, float]]
 
 _LETTER = 7.3  # mean width of a letter of size 12, in wide fonts such as DejaVu Sans
 _POINTS = 160  # of a curve: more cannot be told apart
 _DASHES = (None, (7.0, 3.0), (2.0, 3.0))
-_TIME = dict(
-    zip(
-        ("matmul", "attention", "norm", "dropout", "activation", "embedding", "loss and head", "compiled", "copies",
-         "optimizer"),
-        PARTS,
-        strict=True,
-    )
-) | {"exchange": "slow", "data": "ink", "other": "same", "loop": "line", "idle": "line"}  # fmt: skip
-# Kinds of memory, in the pictures' order, and their colours.
-MEMORY = {"weights": "p0", "gradients": "p2", "buckets": "slow", "optimizer": "p9", "activations": "p3"}
+# Colours of the parts of a step, in the pictures' order; and of the kinds of memory.
+_TIME = dict(zip(KINDS, (*PARTS, "slow", "ink", "same", "line", "line"), strict=True))
+_MEMORY = dict(zip(MEMORY_KINDS, ("p0", "p2", "slow", "p9", "p3"), strict=True))
 _SMALL = 0.005  # of a bar: parts that are smaller in all bars are shown with `other`
 
 
@@ -190,7 +185,7 @@ def _memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
     shown = [row for row in rows if row.get("memory")]
     if not shown:
         return None
-    kinds = {k: colour for k, colour in MEMORY.items() if any(k in row["memory"] for row in shown)}
+    kinds = {k: colour for k, colour in _MEMORY.items() if any(k in row["memory"] for row in shown)}
     bars = []
     for row in shown:
         both = []

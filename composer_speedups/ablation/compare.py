@@ -9,6 +9,7 @@ from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, compare_speed
+from composer_speedups.recipe_schema import DESCRIPTIVE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,7 +100,7 @@ def caption() -> str:
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in recipe.items() if key not in ("description", "published")}
+    return {key: value for key, value in recipe.items() if key not in DESCRIPTIVE}
 
 
 def _by_seed(row: Row | None, key: str) -> dict[int, float]:

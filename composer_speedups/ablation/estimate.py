@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_speedups.ablation.rows import precision
-from composer_speedups.ablation.store import Run
+from composer_speedups.ablation.store import OPEN, Run
 from composer_speedups.recipe_schema import in_samples
 from composer_speedups.tasks.files import about_rows
 from composer_speedups.tasks.known_models import described
@@ -87,7 +87,7 @@ def remaining_seconds(
     correction = math.exp(sum(math.log(m / e) for m, e in pairs if e) / len(pairs)) if pairs else 1.0
     total = 0.0
     for run in runs:
-        if run.status in ("pending", "interrupted", "running"):
+        if run.status in OPEN:
             left = (current or {}).get(run.id)
             guess = expected.get(run.recipe)
             one = measured.get(run.recipe)

@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from composer_speedups.ablation.pairs import apart
+from composer_speedups.ablation.pairs import apart, by_seed
 from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, Noise, compare_speed, pooled_noise
 from composer_speedups.ablation.store import Run
+from composer_speedups.recipe_schema import DESCRIPTIVE
 
 __all__ = ["Interaction", "interactions", "sentence"]
 
@@ -38,7 +39,7 @@ _VERDICTS = {
     "no difference shown": "no interaction shown",
 }
 _TUNED = ".tuned"  # ends the name of a row that `--tune` made
-_OWN = ("name", "description", "published", "speedups")  # in which rows with the same settings may differ
+_OWN = (*DESCRIPTIVE, "speedups")  # in which rows with the same settings may differ
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def interactions(recipes: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], 
     """
     base = recipes[baseline]
     switches = {name: _switches(recipe, base) for name, recipe in recipes.items()}
-    speeds = {name: _speeds(runs, name, speed_key(recipe)) for name, recipe in recipes.items()}
-    noise = pooled_noise({name: by_seed for name, by_seed in speeds.items() if by_seed})
+    measured = {name: by_seed(_of(runs, name), speed_key(recipe)) for name, recipe in recipes.items()}
+    noise = pooled_noise({name: found for name, found in measured.items() if found})
     pairs = [name for name, keys in switches.items() if len(keys) == 2]
     fair = {name for name in pairs if _settings(recipes[name]) == _settings(base)}
     found = []
@@ -151,8 +152,8 @@ def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _four(runs: Sequence[Run], rows: Sequence[str], key: str) -> list[dict[int, float]]:
     """Speed by seed of each row, all in the pair's unit; in samples/s where one of them lacks that."""
-    found = [_speeds(runs, name, key) for name in rows]
-    return found if all(found) else [_speeds(runs, name, "samples_per_second") for name in rows]
+    found = [by_seed(_of(runs, name), key) for name in rows]
+    return found if all(found) else [by_seed(_of(runs, name), "samples_per_second") for name in rows]
 
 
 def _apart(runs: Sequence[Run], rows: Sequence[str]) -> set[int]:
@@ -161,6 +162,5 @@ def _apart(runs: Sequence[Run], rows: Sequence[str]) -> set[int]:
     return {seed for two in combinations(good, 2) for seed in apart(*two, runs)}
 
 
-def _speeds(runs: Sequence[Run], name: str, key: str) -> dict[int, float]:
-    values = {run.seed: run.result.get(key) for run in runs if run.recipe == name and run.status == "ok"}
-    return {seed: float(value) for seed, value in values.items() if isinstance(value, (int, float)) and value > 0}
+def _of(runs: Sequence[Run], name: str) -> list[Run]:
+    return [run for run in runs if run.recipe == name]

@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from composer_speedups.ablation.presence import Presence
 from composer_speedups.ablation.watch import TICK, Outcome, Watch, tail
 from composer_speedups.ablation.worker import MESSAGE_LIMIT
 from composer_speedups.errors import UserError
+from composer_speedups.termination import signal_name
 
 __all__ = ["CannotStart", "Isolation", "Outcome", "ServerEnded"]
 
@@ -45,7 +45,7 @@ class ServerEnded(UserError, RuntimeError):
 
     def __init__(self, code: int | None, output: str) -> None:
         killed = code is not None and code < 0
-        how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if killed else f"ended with exit code {code}"
         last = output.strip().splitlines()[-1:]
         super().__init__(
             f"the process that starts the runs {how}, twice{': is there enough memory?' if killed else '.'} The same "

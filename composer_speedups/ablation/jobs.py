@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from composer_speedups import hardware
-from composer_speedups.errors import ConflictError, TaskError, UserError
+from composer_speedups.errors import ConflictError, TaskError, UserError, first_line
 from composer_speedups.recipes import Recipe, check_speedups
 from composer_speedups.results import INSIDE, Progress
 from composer_speedups.tasks.inputs import changed
@@ -78,7 +78,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         try:
             answer["peaks"][precision] = hardware.matmul_peak(device.type, precision)
         except RuntimeError as error:  # no such matmul on this device, or no memory for it
-            answer["unmeasured"][precision] = str(error).partition("\n")[0]
+            answer["unmeasured"][precision] = first_line(error)
     return answer
 
 

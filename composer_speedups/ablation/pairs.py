@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from composer_speedups.ablation.contention import NOTABLE
 from composer_speedups.ablation.store import Run
 
-__all__ = ["apart", "undisturbed", "waited"]
+__all__ = ["apart", "by_seed", "undisturbed", "waited"]
 
 _LONGEST = 3600.0  # seconds between two runs of a pair in which the study did nothing
 _OVERLAPPED = 0.5  # of its speed another run beside it may have taken; how much it did, nobody has measured
@@ -43,6 +43,13 @@ def _pause(one: Run, other: Run, spans: Iterable[tuple[float, float]]) -> float:
         if begin >= end:
             return pause
     return pause
+
+
+def by_seed(runs: Iterable[Run], key: str) -> dict[int, float]:
+    """By seed, what runs that ended well have as `key`, which is a speed: one of 0, as of a clock that stood still, is
+    none."""
+    values = {run.seed: run.result.get(key) for run in runs if run.status == "ok"}
+    return {seed: float(value) for seed, value in values.items() if isinstance(value, (int, float)) and value > 0}
 
 
 def waited(run: Run) -> float:

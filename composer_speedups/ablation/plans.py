@@ -21,6 +21,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import RecipeError
+from composer_speedups.recipe_schema import DESCRIPTIVE
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -118,7 +119,7 @@ def root(recipe: Recipe) -> Recipe:
     if found is not recipe:
         # Overrides given on the command line hold for the baseline, too: only the switches and the tuning are its own.
         tuned = [key for key in _TUNED if recipe.provenance.get(key) != "command line"]
-        own = {key: getattr(found, key) for key in ("name", "description", "published", *tuned)}
+        own = {key: getattr(found, key) for key in (*DESCRIPTIVE, *tuned)}
         return _copy(recipe, speedups=found.speedups, **own)
     plain = {"matmul_precision": {"precision": "highest"}}
     return _copy(recipe, name=f"{recipe.name}.plain", description="no speed-up", published=None, speedups=plain)

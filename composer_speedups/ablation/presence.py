@@ -72,7 +72,12 @@ class Presence:
         while True:
             path = self.folder / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:  # a file system that knows no locks
+                os.close(lock)
+                path.unlink(missing_ok=True)
+                raise
             # Between the two lines another process may have taken the file for a dead run's, and removed it.
             with contextlib.suppress(OSError):
                 if path.stat().st_ino == os.fstat(lock).st_ino:

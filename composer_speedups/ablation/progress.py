@@ -19,11 +19,12 @@ __all__ = ["Display"]
 
 _REDRAW = 2  # times a second: on a small machine drawing would take time from what is measured
 _MARKS = {"ok": "[green]ok[/]", "skipped": "[dim]skipped[/]", "interrupted": "[yellow]stopped[/]"}
+_WIDTH = 16  # of a bar
 _PHASES = {
     "data": "preparing data",
-    "model": "building the model",
     "train": "training",
     "eval": "evaluating",
+    "verify": "verifying",
 }
 
 
@@ -153,6 +154,6 @@ class Display:
         return None if alone is None else max(1.0, alone - (time.monotonic() - self._started))
 
 
-def _bar(share: float, width: int = 16) -> str:
-    full = max(0, min(width, round(share * width)))
-    return f"[cyan]{'━' * full}[/][dim]{'─' * (width - full)}[/]"
+def _bar(share: float) -> str:
+    full = max(0, min(_WIDTH, round(share * _WIDTH)))
+    return f"[cyan]{'━' * full}[/][dim]{'─' * (_WIDTH - full)}[/]"

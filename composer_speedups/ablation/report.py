@@ -8,13 +8,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.ablation.charts import MEMORY, shares
+from composer_speedups.ablation.charts import shares
 from composer_speedups.ablation.drawing import Drawing
 from composer_speedups.ablation.names import marked_names, short_names
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.tables import COLUMNS, cell
 from composer_speedups.ablation.words import notes
+from composer_speedups.results import MEMORY_KINDS
 
 if TYPE_CHECKING:
     from composer_speedups.ablation.output import Findings
@@ -153,7 +154,7 @@ def _evidence(rows: Sequence[Row]) -> str:
             items["memory"] = ", ".join(
                 f"{kind} {sizes[kind] / 1e6:,.1f} MB"
                 + (f" (predicted {predicted.get(kind, 0) / 1e6:,.1f})" if predicted else "")
-                for kind in MEMORY
+                for kind in MEMORY_KINDS
                 if kind in sizes
             )
         if numerics := row.get("numerics"):

@@ -13,7 +13,7 @@ class RowRun(TypedDict):
     """One seed of a row."""
 
     seed: int
-    status: str  # of `results.Status`, or pending, running or interrupted
+    status: str  # of `results.Status`, or pending or running
     reason: str
     samples_per_second: float | None
     real_tokens_per_second: float | None  # padding left out

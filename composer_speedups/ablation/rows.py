@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from composer_speedups import registry
-from composer_speedups.ablation.pairs import apart, undisturbed, waited
-from composer_speedups.ablation.quality import Margins, compare_quality
+from composer_speedups.ablation.pairs import apart, by_seed, undisturbed, waited
+from composer_speedups.ablation.quality import compare_quality
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import Noise, Ratio, compare_speed, median_interval, pooled_noise
-from composer_speedups.ablation.store import Run
+from composer_speedups.ablation.store import OPEN, Run
+from composer_speedups.recipe_schema import DESCRIPTIVE
 from composer_speedups.results import INSIDE, NO_FUSED_KERNEL
 
 __all__ = ["build_rows", "precision", "speed_key"]
@@ -40,7 +41,6 @@ def build_rows(
     runs: Sequence[Run],
     baseline: str,
     peaks: Mapping[str, float] | None = None,
-    margins: Margins | None = None,
     hardware: str = "cpu",
 ) -> list[Row]:
     """One row for each recipe, in order.
@@ -50,7 +50,6 @@ def build_rows(
         runs: all runs of the study.
         baseline: the recipe that the others are compared with.
         peaks: FLOP/s of a plain matmul by precision, for the MFU.
-        margins: what counts as no loss of quality.
         hardware: `cpu` or `cuda`.
     """
     by_recipe: dict[str, list[Run]] = {name: [] for name in recipes}
@@ -58,7 +57,7 @@ def build_rows(
         by_recipe[run.recipe].append(run)
     base = _good(by_recipe.get(baseline, []))
     noise = pooled_noise(
-        {name: _by_seed(good, speed_key(recipes[name])) for name, r in by_recipe.items() if (good := _good(r))}
+        {name: by_seed(good.values(), speed_key(recipes[name])) for name, r in by_recipe.items() if (good := _good(r))}
     )
     rows = []
     for name, recipe in recipes.items():
@@ -69,7 +68,7 @@ def build_rows(
         row["mfu"] = _mfu(good, (peaks or {}).get(row["precision"]))
         row["apart"] = apart(good, base, runs)
         row |= _speed(good, base, row, noise and noise.of(name, baseline), speed_key(recipe))
-        row |= _quality(good, base, margins, name == baseline)
+        row |= _quality(good, base, name == baseline)
         rows.append(row)
     for row in rows:
         reference = _reference(row, rows, recipes)
@@ -108,7 +107,7 @@ def _paired_speeds(names: Sequence[str], key: str, by_recipe: Mapping[str, Seque
     """Of two recipes, by seed, as `_speed` compares them: without runs that were not made side by side."""
     one, other = (_good(by_recipe[name]) for name in names)
     left_out = apart(one, other, [run for of in by_recipe.values() for run in of])
-    return [{s: speed for s, speed in _by_seed(of, key).items() if s not in left_out} for of in (one, other)]
+    return [{s: speed for s, speed in by_seed(of.values(), key).items() if s not in left_out} for of in (one, other)]
 
 
 def speed_key(recipe: Mapping[str, Any]) -> str:
@@ -206,12 +205,11 @@ def _status(runs: Sequence[Run], good: Mapping[int, Run]) -> tuple[str, str]:
 
 
 def _bad(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if run.status not in ("ok", "pending", "running", "interrupted")]
+    return [run for run in runs if run.status not in ("ok", *OPEN)]
 
 
 def _why(run: Run) -> str:
-    words = {"out_of_memory": "out of memory", "timeout": ""}.get(run.status, "")
-    return f"{words}: {run.reason}" if words else run.reason
+    return f"out of memory: {run.reason}" if run.status == "out_of_memory" else run.reason
 
 
 def _good(runs: Sequence[Run]) -> dict[int, Run]:
@@ -236,10 +234,10 @@ def _speed(
         return _speed_fields(value, None, verdict, "", None)
     if not good:
         return _speed_fields(None, None, "not judged", "", None)
-    if not _by_seed(base, key):
+    if not by_seed(base.values(), key):
         key = "samples_per_second"
     own, its = ({s: run for s, run in runs.items() if s not in row["apart"]} for runs in (good, base))
-    ratio = compare_speed(_by_seed(own, key), _by_seed(its, key), noise)
+    ratio = compare_speed(by_seed(own.values(), key), by_seed(its.values(), key), noise)
     if row["apart"] and ratio.verdict == "not judged":
         which = ", ".join(map(str, row["apart"]))
         note = f"not made in one round with the baseline's (seed {which}): compare them in another --out"
@@ -257,9 +255,9 @@ def _stands(ratio: Ratio, own: Mapping[int, Run], its: Mapping[int, Run], noise:
     slower = its if faster else own
     if ratio.verdict not in ("faster", "slower") or not any(undisturbed(run, 1.0) > 1.0 for run in slower.values()):
         return True
-    alone = {seed: undisturbed(slower[seed], speed) for seed, speed in _by_seed(slower, key).items()}
-    speeds = (_by_seed(own, key), alone) if faster else (alone, _by_seed(its, key))
-    return compare_speed(*speeds, noise).verdict == ratio.verdict
+    alone = {seed: undisturbed(slower[seed], speed) for seed, speed in by_seed(slower.values(), key).items()}
+    pair = (by_seed(own.values(), key), alone) if faster else (alone, by_seed(its.values(), key))
+    return compare_speed(*pair, noise).verdict == ratio.verdict
 
 
 def _samples_per_step(results: Sequence[Mapping[str, Any]]) -> float | None:
@@ -285,7 +283,7 @@ def _reference(row: Row, rows: Sequence[Row], recipes: Mapping[str, dict[str, An
     """What a compiled row is set against: the same recipe without compile if the study has it, else the baseline."""
 
     def without_compile(name: str) -> dict[str, Any]:
-        kept = {k: v for k, v in recipes[name].items() if k not in ("name", "description", "published")}
+        kept = {k: v for k, v in recipes[name].items() if k not in DESCRIPTIVE}
         speedups = {k: v for k, v in (kept.get("speedups") or {}).items() if k != "torch_compile"}
         return kept | {"speedups": speedups}
 
@@ -347,9 +345,7 @@ def _speed_fields(
     }
 
 
-def _quality(
-    good: Mapping[int, Run], base: Mapping[int, Run], margins: Margins | None, is_baseline: bool
-) -> dict[str, Any]:
+def _quality(good: Mapping[int, Run], base: Mapping[int, Run], is_baseline: bool) -> dict[str, Any]:
     fields = {"stable": None, "quality_verdict": "not judged", "quality_note": "", "worse_by": {}}
     if not good:
         return fields
@@ -359,14 +355,10 @@ def _quality(
         verdict = "baseline" if finite else "unstable"
         note = "" if finite else "the loss was not finite"
         return fields | {"stable": finite, "quality_verdict": verdict, "quality_note": note}
-    quality = compare_quality(measured, {seed: run.result for seed, run in base.items()}, margins)
+    quality = compare_quality(measured, {seed: run.result for seed, run in base.items()})
     return {
         "stable": quality.stable,
         "quality_verdict": quality.verdict,
         "quality_note": quality.note,
         "worse_by": quality.worse_by,
     }
-
-
-def _by_seed(runs: Mapping[int, Run], key: str) -> dict[int, float]:
-    return {s: float(r.result[key]) for s, r in runs.items() if isinstance(r.result.get(key), (int, float))}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composer_speedups.errors import RecipeError, UserError
+from composer_speedups.recipe_yaml import inline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +75,7 @@ def check_trainings(recipes: list[Recipe], baseline: str, console: Console) -> N
         for key, value in recipe.task.model_dump().items():
             if value == wanted[key]:
                 continue
-            words, remedy = f"task.{key} {value}", f"add task.{key}={_yaml(wanted[key])}"
+            words, remedy = f"task.{key} {value}", f"add task.{key}={inline(wanted[key])}"
             if key not in _PADDING:
                 raise UserError(
                     f"{recipe.name} has {words}, the baseline {baseline} {wanted[key]}: their speeds cannot be "
@@ -165,7 +166,3 @@ def _as_long(recipe: Recipe, base: Recipe) -> bool:
         return False
     one, other = (in_samples(r.duration, 0, r.batch_size) for r in (recipe, base))
     return abs(one - other) <= max(recipe.batch_size, base.batch_size) / 2
-
-
-def _yaml(value: Any) -> str:
-    return "null" if value is None else str(value)

@@ -21,10 +21,12 @@ from composer_speedups.ablation.owner import is_dead, this_process
 from composer_speedups.ablation.plan import PlannedRun
 from composer_speedups.tasks.inputs import Mark
 
-__all__ = ["LEASE_SECONDS", "OPEN", "Run", "Store", "StoreError"]
+__all__ = ["BAD", "LEASE_SECONDS", "OPEN", "WAITING", "Run", "Store", "StoreError"]
 
 LEASE_SECONDS = 60.0  # a claim that was not renewed for so long is void
-OPEN = ("pending", "interrupted", "running")  # any other status, a later version's too, is how a run has ended
+WAITING = ("pending", "interrupted")  # for somebody to make them
+OPEN = (*WAITING, "running")  # any other status, a later version's too, is how a run has ended
+BAD = ("failed", "out_of_memory", "timeout")
 
 
 @dataclass
@@ -155,8 +157,8 @@ class Store:
         """Settle all open runs of `recipe` as skipped."""
         with self._file.write() as db:
             open_runs = db.execute(
-                "SELECT id, recipe, seed FROM runs WHERE recipe = ? AND status IN ('pending', 'interrupted')",
-                (recipe,),
+                f"SELECT id, recipe, seed FROM runs WHERE recipe = ? AND status IN ({_marks(WAITING)})",
+                (recipe, *WAITING),
             ).fetchall()
             for number, name, seed in open_runs:
                 self._clear(db, number)  # what an interrupted run has left
@@ -168,13 +170,13 @@ class Store:
 
     def retry(
         self,
-        statuses: Sequence[str] = ("failed", "out_of_memory", "timeout", "skipped"),
         seeds: Sequence[int] | None = None,
     ) -> int:
-        """Forget how runs with one of `statuses` ended, so that they are made again; return how many.
+        """Forget how runs ended that were skipped or `BAD`, so that they are made again; return how many.
 
         Of those with one of `seeds`, if given.
         """
+        statuses = (*BAD, "skipped")
         with self._file.write() as db:
             asked, wanted = _of_seeds(seeds)
             query = f"SELECT id FROM runs WHERE status IN ({_marks(statuses)}) AND {asked}"
@@ -189,9 +191,9 @@ class Store:
             self._void_dead_claims(db)
             asked, wanted = _of_seeds(seeds)
             row = db.execute(
-                "SELECT id, recipe, seed, position, attempts FROM runs WHERE status IN ('pending', 'interrupted') "
+                f"SELECT id, recipe, seed, position, attempts FROM runs WHERE status IN ({_marks(WAITING)}) "
                 f"AND {asked} ORDER BY position LIMIT 1",
-                wanted,
+                (*WAITING, *wanted),
             ).fetchone()
             if row is None:
                 return None

@@ -40,7 +40,7 @@ def markdown_table(rows: Sequence[Row], lines: Sequence[str] = ()) -> str:
     out.append("|" + "|".join("---" if n in (0, len(COLUMNS) - 1) else "---:" for n in range(len(COLUMNS))) + "|")
     for row, name in zip(rows, mark_names([row["recipe"] for row in rows], rows), strict=True):
         cells = [name if key == "recipe" else cell(row, key) for _, key in COLUMNS]
-        out.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        out.append("| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in cells) + " |")
     out += ["", *(f"- {note}" for note in notes(rows))]
     return "\n".join(out).rstrip() + "\n"
 

@@ -49,7 +49,7 @@ def make_console() -> Console:
     return console
 
 
-def terminal_table(rows: Sequence[Row], width: int = WIDTH) -> Table:
+def terminal_table(rows: Sequence[Row], width: int) -> Table:
     """The table for a terminal of `width` columns; reasons and notes are in `words.notes`.
 
     Columns that are empty in every row are left out, then as many as it takes for the names to keep their words.

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from composer_speedups import cgroup
 from composer_speedups.ablation.contention import NOTABLE
 from composer_speedups.ablation.worker import MESSAGE_LIMIT
+from composer_speedups.termination import signal_name
 
 __all__ = ["TICK", "Outcome", "Watch", "tail"]
 
@@ -171,7 +172,7 @@ class Watch:
             reason = "killed by SIGKILL: by the system for lack of memory, or by somebody"
             return Outcome("failed", reason, None, "", seconds, killed=True)
         if code < 0:
-            return Outcome("failed", f"crashed with {signal.Signals(-code).name}", None, "", seconds)
+            return Outcome("failed", f"crashed with {signal_name(-code)}", None, "", seconds)
         return Outcome("failed", f"ended without a result (exit code {code})", None, "", seconds)
 
 

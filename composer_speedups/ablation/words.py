@@ -101,25 +101,33 @@ def sentence(rows: Sequence[Row]) -> str:
     if left_out:
         return _without(names[base["recipe"]], [(left_out[r["recipe"]], r) for r in measured])
     if all(row["speed_verdict"] == "not judged" for row in measured):
-        if base.get("failed"):
-            mend = "Mend what they say, then the same command with --retry."
-            return f"No verdict: {failures(base)} of the baseline. {mend}"
-        if other := [row for row in measured if len({*row["seeds"]} & {*base["seeds"]}) >= FEWEST]:
-            return f"No verdict: {names[other[0]['recipe']]}: {other[0]['speed_note']}."
-        best = max(measured, key=lambda row: row["speedup"])
-        if best.get("overlapped") or base.get("overlapped"):  # one that is slowed alone may look like any speed-up
-            return (
-                f"Too few seeds to judge, and of the baseline and {names[best['recipe']]}, which measured highest, "
-                "at least one shared the machine with other work (†): run 3 seeds or more (--seeds 3, another --out) "
-                "with the machine to themselves."
-            )
-        return (
-            f"Too few seeds to judge: {names[best['recipe']]} measured highest, {best['speedup']:.2f} times "
-            f"the baseline's speed; run 3 seeds or more (--seeds 3) to tell what is real."
-        )
+        return _not_judged(measured, base, names)
     faster = [row for row in measured if row["speed_verdict"] == "faster"]
-    if not faster:
-        return "No recipe was shown to be faster than the baseline."
+    return _of_faster(faster, base, names) if faster else "No recipe was shown to be faster than the baseline."
+
+
+def _not_judged(measured: Sequence[Row], base: Row, names: Mapping[str, str]) -> str:
+    """Why no row is, and what to do about it."""
+    if base.get("failed"):
+        mend = "Mend what they say, then the same command with --retry."
+        return f"No verdict: {failures(base)} of the baseline. {mend}"
+    if other := [row for row in measured if len({*row["seeds"]} & {*base["seeds"]}) >= FEWEST]:
+        return f"No verdict: {names[other[0]['recipe']]}: {other[0]['speed_note']}."
+    best = max(measured, key=lambda row: row["speedup"])
+    if best.get("overlapped") or base.get("overlapped"):  # one that is slowed alone may look like any speed-up
+        return (
+            f"Too few seeds to judge, and of the baseline and {names[best['recipe']]}, which measured highest, "
+            "at least one shared the machine with other work (†): run 3 seeds or more (--seeds 3, another --out) "
+            "with the machine to themselves."
+        )
+    return (
+        f"Too few seeds to judge: {names[best['recipe']]} measured highest, {best['speedup']:.2f} times "
+        f"the baseline's speed; run 3 seeds or more (--seeds 3) to tell what is real."
+    )
+
+
+def _of_faster(faster: Sequence[Row], base: Row, names: Mapping[str, str]) -> str:
+    """Which of those that were shown to be faster is the one to take."""
     # What did nothing, or did not always end well, is not to be recommended, however fast the rest of it was.
     fast = [row for row in faster if not flaw(row)]
     kept = [row for row in fast if row["quality_verdict"] == "quality holds"]

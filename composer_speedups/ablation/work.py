@@ -18,7 +18,7 @@ from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.output import write_all
 from composer_speedups.ablation.progress import Display
 from composer_speedups.ablation.rows import precision
-from composer_speedups.ablation.store import LEASE_SECONDS, OPEN, Run, Store, StoreError
+from composer_speedups.ablation.store import LEASE_SECONDS, OPEN, WAITING, Run, Store, StoreError
 from composer_speedups.errors import UserError
 from composer_speedups.tasks.inputs import read_by
 
@@ -169,7 +169,7 @@ class Work:
         if self.settings.until is None:
             return False
         runs = self.runs()
-        waiting = [run for run in runs if run.status in ("pending", "interrupted")]
+        waiting = [run for run in runs if run.status in WAITING]
         done = [run for run in runs if run.status not in OPEN]
         alone = remaining_seconds([*done, waiting[0]], self.expected) if waiting and done else None
         return time.monotonic() + (alone or 0.0) >= self.settings.until

@@ -35,7 +35,8 @@ from typing import Any
 from composer_speedups.ablation.contention import Contention
 from composer_speedups.ablation.ranks import Ranks, die_with
 from composer_speedups.collector import importing
-from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError, is_out_of_memory
+from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, UserError, first_line, in_a_line, is_out_of_memory
+from composer_speedups.termination import signal_name
 
 __all__ = ["MESSAGE_LIMIT", "classify", "main", "resolve"]
 
@@ -204,7 +205,7 @@ def run_child(events: int, log: int, job: int) -> int:
         """Another rank has: this one says so for it, and ends."""
         if code == -signal.SIGKILL:  # who did it, and why, `isolate.py` finds out as for this one
             os.kill(os.getpid(), signal.SIGKILL)
-        how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"crashed with {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         send(json.loads(words) if words.startswith("{") else {"failure": "failed", "reason": f"a rank {how}"})
 
     ranks = None
@@ -245,8 +246,7 @@ def run_child(events: int, log: int, job: int) -> int:
 
 def classify(error: BaseException) -> tuple[str, str]:
     """The status and the one-line reason of a run that raised `error`."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
+    text = first_line(error)
     if isinstance(error, SpeedUpUnavailable):
         return "skipped", text
     if isinstance(error, OutOfMemory):
@@ -257,8 +257,7 @@ def classify(error: BaseException) -> tuple[str, str]:
         return "interrupted", "stopped by the user"
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:  # Composer's way to take it
         return "failed", "ended by SIGTERM"
-    reason = ": ".join(filter(None, (type(error).__name__, text[:300])))
-    return "out_of_memory" if is_out_of_memory(error) else "failed", reason
+    return "out_of_memory" if is_out_of_memory(error) else "failed", in_a_line(error)
 
 
 def resolve(entry: str) -> Callable[..., Any]:

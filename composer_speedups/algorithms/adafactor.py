@@ -108,6 +108,7 @@ class Adafactor(OptimizerSpeedUp):
     Adafactor(scale_parameter=False, foreach=False, no_decay_on_bias_and_norm=False)
     """
 
+    no_fsdp = "it shards rows and columns, and whole ones are needed. Use fused_adamw, or DDP."
     for_memory = True
 
     def __init__(
@@ -118,10 +119,6 @@ class Adafactor(OptimizerSpeedUp):
         self.foreach = check_flag("foreach", foreach)
 
     def install(self, state: State, logger: Logger) -> None:
-        if state.fsdp_config is not None:
-            raise SpeedUpUnavailable(
-                "adafactor needs whole rows and columns, and FSDP shards them. Use fused_adamw, or DDP."
-            )
         if state.optimizers and type(state.optimizers[0]) is torch.optim.Adafactor:
             before = describe(state.optimizers[0])
             self.report(logger, 0, f"the optimizer is {before} already", optimizer=before)

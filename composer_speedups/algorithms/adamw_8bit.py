@@ -24,12 +24,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from composer.core import State
-from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_count, check_flag
-from composer_speedups.bnb import become_bnb, refuse_fsdp
+from composer_speedups.bnb import NO_FSDP, become_bnb
 from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes
 from composer_speedups.optimizer_states import BLOCK_SIZE, MIN_8BIT_SIZE
 
@@ -82,6 +80,7 @@ class AdamW8bit(OptimizerSpeedUp):
     AdamW8bit(embeddings_32bit=False, min_8bit_size=4096, no_decay_on_bias_and_norm=False)
     """
 
+    no_fsdp = NO_FSDP
     for_memory = True
 
     def __init__(
@@ -93,10 +92,6 @@ class AdamW8bit(OptimizerSpeedUp):
         super().__init__(no_decay_on_bias_and_norm)
         self.embeddings_32bit = check_flag("embeddings_32bit", embeddings_32bit)
         self.min_8bit_size = check_count("min_8bit_size", min_8bit_size)
-
-    def install(self, state: State, logger: Logger) -> None:
-        refuse_fsdp(state, self.key())
-        super().install(state, logger)
 
     def state_bytes(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> int:
         whole = {id(weight) for weight in _embeddings(model)} if self.embeddings_32bit else set()

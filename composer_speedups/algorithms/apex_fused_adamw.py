@@ -18,12 +18,11 @@ Source: github.com/NVIDIA/apex, `apex.optimizers.FusedAdam`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from composer.core import State
-from composer.loggers import Logger
 from torch.optim import Optimizer
 
 from composer_speedups.errors import SpeedUpUnavailable
@@ -65,6 +64,8 @@ class ApexFusedAdamW(OptimizerSpeedUp):
     ApexFusedAdamW(no_decay_on_bias_and_norm=False)
     """
 
+    no_fsdp = "Apex does not know its sharded parameters. Use fused_adamw."
+
     def unavailable(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"Apex FusedAdam needs a CUDA device, this is {device.type}; use fused_adamw"
@@ -74,11 +75,6 @@ class ApexFusedAdamW(OptimizerSpeedUp):
             return str(error)
         return None
 
-    def install(self, state: State, logger: Logger) -> None:
-        if state.fsdp_config is not None:
-            raise SpeedUpUnavailable("apex_fused_adamw does not know FSDP's sharded parameters. Use fused_adamw.")
-        super().install(state, logger)
-
     def state_bytes(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> int:
         return adamw_state_bytes(trained, step=0)  # counted in a plain integer
 
@@ -87,8 +83,11 @@ class ApexFusedAdamW(OptimizerSpeedUp):
 
 
 def _fused_adam() -> Any:
+    """Apex's class, if its CUDA extension is there too: without it the import works, and making an optimizer fails."""
     try:
         from apex.optimizers import FusedAdam
-    except ImportError as error:
-        raise SpeedUpUnavailable(f"NVIDIA Apex is not installed: {_REMEDY}") from error
+
+        importlib.import_module("amp_C")
+    except (ImportError, OSError) as error:  # OSError: built against another torch
+        raise SpeedUpUnavailable(f"NVIDIA Apex with its CUDA extensions is not installed: {_REMEDY}") from error
     return FusedAdam

@@ -23,11 +23,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from composer.core import State
-from composer.loggers import Logger
 from torch.optim import Optimizer
 
-from composer_speedups.bnb import become_bnb, refuse_fsdp
+from composer_speedups.bnb import NO_FSDP, become_bnb
 from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes
 
 __all__ = ["BnbAdamW", "apply_bnb_adamw"]
@@ -60,9 +58,7 @@ class BnbAdamW(OptimizerSpeedUp):
     BnbAdamW(no_decay_on_bias_and_norm=False)
     """
 
-    def install(self, state: State, logger: Logger) -> None:
-        refuse_fsdp(state, self.key())
-        super().install(state, logger)
+    no_fsdp = NO_FSDP
 
     def state_bytes(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> int:
         return adamw_state_bytes(trained, step=0)  # counted in a plain integer

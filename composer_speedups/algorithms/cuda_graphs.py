@@ -120,6 +120,7 @@ class CUDAGraphs(SpeedUp):
     CUDAGraphs(limit=8, scope='layers')
     """
 
+    no_fsdp = "what it does between layers cannot be replayed. Use DDP, or remove it"
     stage = Stage.RECORD
     events = frozenset({Event.AFTER_LOAD, Event.EPOCH_END, Event.FIT_END})
 
@@ -143,8 +144,6 @@ class CUDAGraphs(SpeedUp):
         return activations  # graphs have their own for what they keep, while a new shape runs without them
 
     def install(self, state: State, logger: Logger) -> None:
-        if state.fsdp_config is not None:
-            raise ConflictError("cuda_graphs cannot replay what FSDP does between layers. Use DDP, or remove it")
         if reason := unrecordable(state.model):
             raise ConflictError(f"cuda_graphs cannot record {reason}")
         count = apply_cuda_graphs(state.model, self.limit, self.scope)

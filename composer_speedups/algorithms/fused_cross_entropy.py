@@ -43,7 +43,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
-from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.families import CAUSAL, MASKED, has_head
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, override_methods, overrides, stock_class, stock_forward
@@ -65,7 +65,8 @@ def apply_fused_cross_entropy(model: torch.nn.Module, reuse_logits: bool = False
         reuse_logits: write the gradient over the logits, which are lost then.
 
     Raises:
-        SpeedUpUnavailable: there is no CUDA device, or the head was changed by `apply_masked_token_head` before.
+        SpeedUpUnavailable: there is no CUDA device.
+        ConflictError: the head was changed by `apply_masked_token_head` before.
     """
     check_flag("reuse_logits", reuse_logits)
     reason = _unavailable()
@@ -74,7 +75,7 @@ def apply_fused_cross_entropy(model: torch.nn.Module, reuse_logits: bool = False
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _has_known_loss(m)]
     for owner in models:
         if any(getattr(wrap, "predicted_only", False) for wrap in overrides(owner)):
-            raise SpeedUpUnavailable("apply_fused_cross_entropy must come before apply_masked_token_head: swap the two")
+            raise ConflictError("apply_fused_cross_entropy must come before apply_masked_token_head: swap the two")
     new = [m for m in models if not any(isinstance(wrap, _FusedLoss) for wrap in overrides(m))]
     return sum(override_methods(owner, ("forward",), _FusedLoss(reuse_logits)) for owner in new)
 

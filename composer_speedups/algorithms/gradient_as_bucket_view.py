@@ -58,6 +58,7 @@ class GradientAsBucketView(SpeedUp):
 
     stage = Stage.LOOP
     in_buckets = True
+    no_fsdp = "it has no such buckets, but shards gradients, which saves more. Remove the speed-up"
     events = frozenset({Event.FIT_START})
 
     def __init__(self) -> None:
@@ -68,10 +69,6 @@ class GradientAsBucketView(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         """Nothing yet: Composer puts DDP around the model when this is over."""
-        if state.fsdp_config is not None:
-            raise SpeedUpUnavailable(
-                "gradient_as_bucket_view is for DDP: FSDP shards gradients, which saves more. Remove the speed-up"
-            )
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if isinstance(state.model, DistributedDataParallel) and state.model.gradient_as_bucket_view:

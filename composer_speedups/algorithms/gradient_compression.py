@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.arguments import check_choice
 from composer_speedups.ddp import hook_of, why_alone
-from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["GradientCompression", "apply_gradient_compression"]
@@ -83,6 +83,10 @@ class GradientCompression(SpeedUp):
 
     stage = Stage.LOOP
     events = frozenset({Event.FIT_START})
+    no_fsdp = (
+        "it exchanges gradients in a dtype of its own. Set reduce_dtype in its mixed_precision to bf16, and remove the "
+        "speed-up"
+    )
 
     def __init__(self, dtype: str = "bf16") -> None:
         self.dtype = check_choice("dtype", dtype, tuple(_HOOKS))
@@ -92,11 +96,6 @@ class GradientCompression(SpeedUp):
 
     def install(self, state: State, logger: Logger) -> None:
         """Nothing yet: Composer puts DDP around the model when this is over."""
-        if state.fsdp_config is not None:
-            raise SpeedUpUnavailable(
-                "gradient_compression is for DDP: FSDP exchanges gradients in a dtype of its own. Set reduce_dtype in "
-                "its mixed_precision to bf16, and remove the speed-up"
-            )
 
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if isinstance(state.model, DistributedDataParallel) and hook_of(state.model) == _HOOKS[self.dtype].__qualname__:

@@ -99,6 +99,7 @@ class GradientRelease(SpeedUp):
     GradientRelease(bucket_mb=32)
     """
 
+    no_fsdp = "it shards gradients, which saves more. Remove it. Use fused_adamw or adamw_8bit."
     stage = Stage.LOOP
     for_memory = True
     at_once = True
@@ -136,8 +137,6 @@ class GradientRelease(SpeedUp):
     def install(self, state: State, logger: Logger) -> None:
         if not state.optimizers:
             raise SpeedUpUnavailable(f"{self!r} found no optimizer. Pass one to the Trainer: optimizers=AdamW(...).")
-        if state.fsdp_config is not None:
-            raise _several()
         self._refuse(state)
         optimizer = state.optimizers[0]
         _refuse(type(optimizer))

@@ -85,7 +85,8 @@ class MatmulPrecision(SpeedUp):
             return None
         if device.type == "cpu" and self.precision == "medium":
             return (
-                "this CPU has no bf16 products (AMX, AVX512-BF16) and TF32 needs an Ampere or newer CUDA GPU. "
+                "on this CPU float32 products stay exact (only AMX changes them), and TF32 needs an Ampere or newer "
+                "CUDA GPU. "
                 "Use precision='highest', or leave it out"
             )
         return "TF32 needs an Ampere or newer CUDA GPU. Use precision='highest', or leave it out"

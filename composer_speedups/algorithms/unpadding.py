@@ -106,7 +106,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
         timed_attention: on CUDA, in fp16 and bf16, let a kernel of our own attend where a trial finds it faster.
 
     Raises:
-        ValueError: `apply_masked_token_head` came first.
+        ConflictError: `apply_masked_token_head` came first.
 
     >>> from transformers import BertConfig, BertForSequenceClassification
     >>> config = BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=3, vocab_size=9)
@@ -119,7 +119,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
     for encoder in [m for m in model.modules() if why_not(m, owners.get(id(m))) is None]:
         owner, family = owners.get(id(encoder)), encoder.config.model_type
         if getattr(encoder, "chooses_tokens", False):
-            raise ValueError("apply_unpadding must come before apply_masked_token_head, whose work it would undo")
+            raise ConflictError("apply_unpadding must come before apply_masked_token_head, whose work it would undo")
         encoder.packed_multiple_of = check_count("multiple_of", multiple_of)
         heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
         anywhere = has_head(owner, heads) and not reads_first(owner)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from composer_speedups.errors import in_a_line
 from composer_speedups.kernels.fast_dropout import realised
 from composer_speedups.kernels.packed_attention import (
     MOST_SEQUENCES,
@@ -114,7 +115,7 @@ def _try(q, k, v, lengths: Lengths, dropout_p: float) -> Verdict | None:
         log.info("a trial of attention told nothing: %s", error)
         return None
     except Exception as error:  # a trial ends no training: a compiler that is not there, or refuses
-        fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        fault = in_a_line(error)
     if fault is not None:
         log.warning("attention stays with %s: %s", other, fault)
         return Verdict(False, f"{other}: {fault}")

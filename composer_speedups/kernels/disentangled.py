@@ -29,11 +29,11 @@ from composer_speedups.kernels.fast_dropout import draw_keys
 from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.tensors import plain, shape_only
+from composer_speedups.kernels.two_sides import NAMES
 from composer_speedups.kernels.varlen_attention import Lengths, packed_rows, padded_rows, places_in_rows, real_keys
 
 __all__ = ["Places", "collect", "disentangled_attention", "in_c", "native", "spread"]
 
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Keys = tuple[int, int]
 
 
@@ -168,7 +168,7 @@ def spread(
     bias = of_query.new_empty(fused.scores(dtype, heads, lengths, lengths), dtype=torch.float32)
     if not shape_only(of_query):
         of_query, of_key = (None if x is None else x.contiguous() for x in (of_query, of_key))
-        call = getattr(library or native(), f"spread_{_NAMES[of_query.dtype]}")
+        call = getattr(library or native(), f"spread_{NAMES[of_query.dtype]}")
         _run(call, heads, columns, dtype, places, lengths, of_query, of_key, bias)
     return bias
 
@@ -186,7 +186,7 @@ def collect(
     `keys`."""
     found = [bias.new_empty(heads, sum(lengths), columns) if asked else None for asked in (True, keys)]
     if not shape_only(bias):
-        call = getattr(library or native(), f"collect_{_NAMES[bias.dtype]}")
+        call = getattr(library or native(), f"collect_{NAMES[bias.dtype]}")
         _run(call, heads, columns, bias.dtype, places, lengths, *found, bias)
     return tuple(found)
 
@@ -236,7 +236,7 @@ def _padded(
 @checked("disentangled")
 def native(library: ctypes.CDLL) -> bool:
     """Whether the C passes agree with their meaning in PyTorch operations."""
-    return all(_agrees(library, dtype) for dtype in _NAMES)
+    return all(_agrees(library, dtype) for dtype in NAMES)
 
 
 def _agrees(library: ctypes.CDLL, dtype: torch.dtype) -> bool:

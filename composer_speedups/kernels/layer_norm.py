@@ -308,15 +308,20 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, mean, rstd = ctx.saved_tensors
-        need_dx, need_dw, need_db, _ = ctx.needs_input_grad
-        dx, dwb = _backward(dy, x, weight, mean, rstd, need_dx, need_dw or need_db)
-        return (
-            dx if need_dx else None,
-            dwb[0].to(weight.dtype) if need_dw else None,
-            dwb[1].to(ctx.bias_dtype) if need_db else None,
-            None,
-        )
+        return _gradients(ctx, dy, _backward)
+
+
+def _gradients(ctx, dy, backward):
+    """Of the inputs of the forward pass, by `backward`."""
+    x, weight, mean, rstd = ctx.saved_tensors
+    need_dx, need_dw, need_db, _ = ctx.needs_input_grad
+    dx, dwb = backward(dy, x, weight, mean, rstd, need_dx, need_dw or need_db)
+    return (
+        dx if need_dx else None,
+        dwb[0].to(weight.dtype) if need_dw else None,
+        dwb[1].to(ctx.bias_dtype) if need_db else None,
+        None,
+    )
 
 
 @torch.library.custom_op("composer_speedups::layer_norm", mutates_args=())
@@ -359,15 +364,7 @@ def _op_context(ctx, inputs, output) -> None:
 
 
 def _op_gradient(ctx, dy, _dmean, _drstd):
-    x, weight, mean, rstd = ctx.saved_tensors
-    need_dx, need_dw, need_db, _ = ctx.needs_input_grad
-    dx, dwb = _backward_op(dy, x, weight, mean, rstd, need_dx, need_dw or need_db)
-    return (
-        dx if need_dx else None,
-        dwb[0].to(weight.dtype) if need_dw else None,
-        dwb[1].to(ctx.bias_dtype) if need_db else None,
-        None,
-    )
+    return _gradients(ctx, dy, _backward_op)
 
 
 _forward_op.register_autograd(_op_gradient, setup_context=_op_context)

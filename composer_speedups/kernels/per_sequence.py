@@ -27,6 +27,7 @@ from composer_speedups.kernels import fused_attention as fused
 from composer_speedups.kernels.fast_dropout import draw_keys, dropped_of, keep_by_torch, scale_of
 from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import shape_only
+from composer_speedups.kernels.two_sides import NAMES
 
 __all__ = ["native", "per_sequence", "served_by"]
 
@@ -37,7 +38,6 @@ _STRIDE = 0x9E3779B9  # by which the first key of a mask moves on from word to w
 _WORTHWHILE = 1 << 18  # scores below which one thread is as fast as several
 _LONG = 1024  # keys of a sequence above which probabilities, their number squared, are made again and not kept
 _P, _N, _W, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_int
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def per_sequence(
@@ -73,7 +73,7 @@ def served_by(q: torch.Tensor) -> str:
     """What computes it for such queries, keys and values, in words."""
     if fused.serves(q, q, q):
         return f"C with {fused.FILES[q.dtype][fused.native(q.dtype).name]}"
-    return "PyTorch's products, C between them" if native() is not None and q.dtype in _NAMES else "PyTorch"
+    return "PyTorch's products, C between them" if native() is not None and q.dtype in NAMES else "PyTorch"
 
 
 class _PerSequence(torch.autograd.Function):
@@ -310,11 +310,11 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 def _softmax(scores, kept, seeds: Keys, dropout_p: float, scale: float) -> torch.Tensor:
     """Probabilities of `scores` (overwritten), negative where dropped; `kept` gets those after dropout."""
     keep = scale_of(dropped_of(dropout_p))
-    library = native() if scores.dtype in _NAMES else None
+    library = native() if scores.dtype in NAMES else None
     if library is not None:
         n, least = scores.shape[-1], dropped_of(dropout_p) - _STEPS // 2
         pointers, threads = (scores.data_ptr(), kept.data_ptr()), torch.get_num_threads()
-        call = getattr(library, f"forward_{_NAMES[scores.dtype]}")
+        call = getattr(library, f"forward_{NAMES[scores.dtype]}")
         call(*pointers, scores.numel() // n, n, *seeds, least, scale, keep, threads)
         return scores
     wide = torch.promote_types(scores.dtype, torch.float32)
@@ -329,11 +329,11 @@ def _softmax(scores, kept, seeds: Keys, dropout_p: float, scale: float) -> torch
 def _softmax_backward(gradient, probabilities, kept, dropout_p: float, scale: float) -> torch.Tensor:
     """From the gradient of `kept` (overwritten) that of the scores; `kept` is filled as in forward."""
     keep = scale_of(dropped_of(dropout_p))
-    library = native() if gradient.dtype in _NAMES else None
+    library = native() if gradient.dtype in NAMES else None
     if library is not None:
         n, threads = gradient.shape[-1], torch.get_num_threads()
         pointers = (x.data_ptr() for x in (gradient, probabilities, kept))
-        call = getattr(library, f"backward_{_NAMES[gradient.dtype]}")
+        call = getattr(library, f"backward_{NAMES[gradient.dtype]}")
         call(*pointers, gradient.numel() // n, n, scale, keep, threads)
         return gradient
     wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -346,7 +346,7 @@ def _softmax_backward(gradient, probabilities, kept, dropout_p: float, scale: fl
 @checked("per_sequence")
 def native(library: ctypes.CDLL) -> bool:
     """Whether the C passes agree with their meaning in PyTorch operations."""
-    for name in _NAMES.values():
+    for name in NAMES.values():
         forward, backward = getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
         forward.argtypes, forward.restype = (_P, _P, _N, _N, _W, _W, ctypes.c_int32, _F, _F, _I), None
         backward.argtypes, backward.restype = (_P, _P, _P, _N, _N, _F, _F, _I), None

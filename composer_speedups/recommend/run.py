@@ -39,6 +39,7 @@ _SCREENING = 0.5  # of the time; the rest is for the study
 _FEW = 7  # runs: if no more than these fit, they go into the study, and the doctor's choice is all that is studied
 _SEEDS = (3, 7)  # repetitions: fewer tell nothing, more are for those who want to know a single per cent
 _RESERVE = 8.0  # seconds for the outputs
+_LONGEST = 100_000  # minutes; more are a slip of the finger
 _SCREENED = "screening"  # the folder of the screening
 _QUICK = "quick"  # the folder of a study made without a screening
 
@@ -84,8 +85,8 @@ def recommend(
     Raises:
         UserError: the task or the model is wrong, or `out` holds something else.
     """
-    if not minutes > 0 or minutes > 100_000:
-        raise UserError(f"--minutes must be positive, got {minutes:g}. Write e.g. --minutes 15")
+    if not 0 < minutes <= _LONGEST:
+        raise UserError(f"--minutes must be above 0 and at most {_LONGEST:,}, got {minutes:g}. Write e.g. --minutes 15")
     if own_batch and (why := base.unshared_by(ranks)):
         raise UserError(why)
     console = console or Console()

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from composer_speedups import hardware
 from composer_speedups.ablation.aside import STORE
-from composer_speedups.ablation.store import Store
+from composer_speedups.ablation.store import BAD, Store
 from composer_speedups.errors import UserError
+from composer_speedups.recipe_files import NOT_INHERITED
 from composer_speedups.recipe_schema import explain
 from composer_speedups.recommend.choice import PLAIN
 
@@ -76,10 +77,10 @@ def planned_seeds(folder: Path) -> list[int]:
 def plain_failed(folder: Path) -> bool:
     """Whether the study in `folder` is worth nothing, as what it compares with did not run."""
     with Store(folder / STORE, create=False) as store:
-        return any(run.recipe == PLAIN and run.status in ("failed", "timeout", "out_of_memory") for run in store.runs())
+        return any(run.recipe == PLAIN and run.status in BAD for run in store.runs())
 
 
 def _identity(recipe: Recipe) -> dict[str, Any]:
     """What of a recipe bears on speed, in the form that is measured."""
-    free = {"name", "description", "published", "extends", "batch_size", "eval_batch_size"}
+    free = {*NOT_INHERITED, "batch_size", "eval_batch_size"}
     return {key: value for key, value in recipe.short(1).to_dict().items() if key not in free}

@@ -80,14 +80,13 @@ class Lengths:
     """Tokens per sample, special ones included; `padding` is the share of padding at full length."""
 
     mean: float
-    median: float
     longest: int
     padding: float
 
     @classmethod
     def of(cls, lengths: np.ndarray, max_length: int) -> Lengths:
         mean = float(lengths.mean())
-        return cls(mean, float(np.median(lengths)), int(lengths.max()), 1 - mean / max_length)
+        return cls(mean, int(lengths.max()), 1 - mean / max_length)
 
 
 @dataclass

@@ -7,7 +7,6 @@ the versions of the packages and the numbers asked for: files are read in parall
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -22,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from composer_speedups.errors import TaskError
+from composer_speedups.installed import version
 from composer_speedups.tasks import harvest
 from composer_speedups.tasks.texts import Texts, split_sizes
 
@@ -45,10 +45,7 @@ def versions() -> dict[str, str]:
         if name == STANDARD_LIBRARY:
             found[name] = platform.python_version()
         elif _folder(name) is not None:
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                found[name] = "unknown"
+            found[name] = version(name) or "unknown"
     return found
 
 
@@ -64,7 +61,7 @@ def collect(
     Texts that begin alike are near-copies (models in transformers, metrics in torchmetrics): of those
     with the same first twelve words only one is kept, so none is both trained and evaluated on.
     """
-    names = [name for name in versions() if _folder(name) is not None]
+    names = list(versions())
     if len(names) < 2:
         raise TaskError(
             "task docstrings found fewer than two of its packages "

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ __all__ = ["about_rows", "fingerprint", "read", "sources"]
 Part = Literal["train", "evaluation"]
 # text, label (None where none is asked for), part (None where the data does not say)
 Row = tuple[str, str | None, Part | None]
+Chosen = tuple[bytes, str, int]  # hash, text, number of the label
 
 _TRAIN = {"train", "training"}
 _EVALUATION = {"test", "eval", "evaluation", "validation", "valid", "val", "dev"}
@@ -96,50 +97,20 @@ def read(
     """
     rows = list(_rows(_existing(path), text_column, label_column, split_column))
     if eval_path is not None:
-        rows = [(text, label, "train") for text, label, part in rows if part != "evaluation"]
-        apart = _existing(eval_path, "task.eval_path")
-        if apart.samefile(_existing(path)):
-            raise TaskError(
-                f"task.eval_path {eval_path!r} is task.path: leave it out, and a part is kept to evaluate on"
-            )
-        held_out = _rows(apart, text_column, label_column, None)
-        rows += [(text, label, "evaluation") for text, label, _ in held_out]
-    clean = [(_clean(text), None if label is None else label.strip(), part) for text, label, part in rows]
-    kept = [row for row in clean if row[0] and (label_column is None or row[1])]
-    notes = []
-    if empty := sum(not row[0] for row in clean):
-        notes.append(f"{empty:,} of {len(clean):,} rows of {path} dropped: no text")
-    if unlabelled := len(clean) - len(kept) - empty:
-        notes.append(f"{unlabelled:,} of {len(clean):,} rows of {path} dropped: no label")
-    if not kept:
-        raise TaskError(f"{path!r} holds no row with both text and label ({len(clean):,} rows read): check the columns")
-
-    names = _label_names({row[1] for row in kept if row[1]}, len(kept), label_column)
+        rows = _with_apart(rows, path, eval_path, text_column, label_column)
+    kept, notes = _cleaned(rows, path, labelled=label_column is not None)
+    names = _label_names({label for _, label, _ in kept if label}, len(kept), label_column)
     number = {name: i for i, name in enumerate(names)}
-    parts: dict[Part, list[tuple[bytes, str, int]]] = {"train": [], "evaluation": []}
     ordered = sorted(
         ((_hash(seed, text), text, number.get(label or "", 0), part) for text, label, part in kept), key=lambda r: r[:3]
     )
     told = any(part == "evaluation" for *_, part in ordered)
-    if not told:
-        wanted = len(ordered) // 10 if evaluation is None else min(evaluation, len(ordered) // 10)
-        cut = max(1, wanted)
-        while cut < len(ordered) and ordered[cut][0] == ordered[cut - 1][0]:
-            cut += 1  # equal texts lie side by side: keep them on one side
-        parts["evaluation"] = [row[:3] for row in ordered[:cut]]
-        parts["train"] = [row[:3] for row in ordered[cut:]]
-    else:
-        for hashed, text, n, part in ordered:
-            parts[part or "train"].append((hashed, text, n))
+    parts = _as_told(ordered) if told else _by_hash(ordered, evaluation)
     for part, what in (("train", "train"), ("evaluation", "evaluate")):
         if not parts[part]:
             raise TaskError(f"{path!r} leaves no text to {what} on ({len(kept):,} texts): give more, or task.eval_path")
-    known, asked = ({n for _, _, n in parts[part]} for part in ("train", "evaluation"))
-    if told and not known & asked:  # in a part of a few texts, chosen by their hash, it happens
-        raise TaskError(
-            f"the labels to evaluate on ({_some(asked, names)}), as {eval_path or path} has them, do not occur among "
-            f"those to train on ({_some(known, names)}): write them alike"
-        )
+    if told:  # in a part of a few texts, chosen by their hash, it happens
+        _check_labels(parts, names, eval_path or path)
     chosen_train, chosen_eval = parts["train"][:train], parts["evaluation"][:evaluation]
     known = {n for _, _, n in chosen_train}
     new = [n for _, _, n in chosen_eval if n not in known]
@@ -157,6 +128,60 @@ def read(
         evaluation=[t for _, t, _ in chosen_eval], evaluation_labels=[n for _, _, n in chosen_eval],
         label_names=[(label_names or {}).get(name, name) for name in names], notes=notes,
     )  # fmt: skip
+
+
+def _with_apart(
+    rows: Iterable[Row], path: str, eval_path: str, text_column: str, label_column: str | None
+) -> list[Row]:
+    """`rows` without those to evaluate on, and those of `eval_path` instead."""
+    apart = _existing(eval_path, "task.eval_path")
+    if apart.samefile(_existing(path)):
+        raise TaskError(f"task.eval_path {eval_path!r} is task.path: leave it out, and a part is kept to evaluate on")
+    own: list[Row] = [(text, label, "train") for text, label, part in rows if part != "evaluation"]
+    return own + [(text, label, "evaluation") for text, label, _ in _rows(apart, text_column, label_column, None)]
+
+
+def _cleaned(rows: Sequence[Row], path: str, *, labelled: bool) -> tuple[list[Row], list[str]]:
+    """The rows that have what is needed, and words on the others."""
+    clean = [(_clean(text), None if label is None else label.strip(), part) for text, label, part in rows]
+    kept = [row for row in clean if row[0] and (row[1] or not labelled)]
+    notes = []
+    if empty := sum(not row[0] for row in clean):
+        notes.append(f"{empty:,} of {len(clean):,} rows of {path} dropped: no text")
+    if unlabelled := len(clean) - len(kept) - empty:
+        notes.append(f"{unlabelled:,} of {len(clean):,} rows of {path} dropped: no label")
+    if not kept:
+        raise TaskError(f"{path!r} holds no row with both text and label ({len(clean):,} rows read): check the columns")
+    return kept, notes
+
+
+def _as_told(ordered: Iterable[tuple[bytes, str, int, Part | None]]) -> dict[Part, list[Chosen]]:
+    """As the rows say themselves."""
+    parts: dict[Part, list[Chosen]] = {"train": [], "evaluation": []}
+    for hashed, text, n, part in ordered:
+        parts[part or "train"].append((hashed, text, n))
+    return parts
+
+
+def _by_hash(
+    ordered: Sequence[tuple[bytes, str, int, Part | None]], evaluation: int | None
+) -> dict[Part, list[Chosen]]:
+    """A tenth to evaluate on, or fewer where fewer are asked for."""
+    tenth = len(ordered) // 10
+    cut = max(1, tenth if evaluation is None else min(evaluation, tenth))
+    while cut < len(ordered) and ordered[cut][0] == ordered[cut - 1][0]:
+        cut += 1  # equal texts lie side by side: keep them on one side
+    return {"train": [row[:3] for row in ordered[cut:]], "evaluation": [row[:3] for row in ordered[:cut]]}
+
+
+def _check_labels(parts: Mapping[Part, Sequence[Chosen]], names: Sequence[str], source: str) -> None:
+    """Raise if no label to evaluate on is one to train on."""
+    known, asked = ({n for _, _, n in parts[part]} for part in ("train", "evaluation"))
+    if not known & asked:
+        raise TaskError(
+            f"the labels to evaluate on ({_some(asked, names)}), as {source} has them, do not occur among "
+            f"those to train on ({_some(known, names)}): write them alike"
+        )
 
 
 def _existing(path: str, key: str = "task.path") -> Path:
@@ -254,7 +279,7 @@ def _label_names(labels: set[str], rows: int, column: str | None) -> list[str]:
         return sorted(labels)
 
 
-def _some(labels: set[int], names: list[str]) -> str:
+def _some(labels: set[int], names: Sequence[str]) -> str:
     shown = ", ".join(repr(names[n]) for n in sorted(labels)[:5])
     return f"{shown} and {len(labels) - 5} more" if len(labels) > 5 else shown
 

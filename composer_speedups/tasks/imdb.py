@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_speedups.errors import TaskError
+from composer_speedups.errors import TaskError, first_line
 from composer_speedups.tasks import files, hub
 from composer_speedups.tasks.texts import Texts, pick
 
@@ -48,4 +48,4 @@ def _load():
     try:
         return datasets.load_dataset(_REPOSITORY)
     except (OSError, ValueError, RuntimeError) as error:
-        raise missing(str(error).splitlines()[0][:200]) from error
+        raise missing(first_line(error)) from error

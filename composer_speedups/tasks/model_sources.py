@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.errors import TaskError
+from composer_speedups.errors import TaskError, in_a_line
 from composer_speedups.tasks import hub, tokenizer_files
 from composer_speedups.tasks.encoders import check_encoder
 from composer_speedups.tasks.known_models import KNOWN, OWNERS, described, known
@@ -24,7 +24,6 @@ __all__ = [
     "Source",
     "end_of",
     "entries",
-    "first_line",
     "is_folder",
     "load_config",
     "load_from",
@@ -190,9 +189,4 @@ def load_from(source: Source, loader: Callable[..., Any], beside: str = "", **kw
             hint = lack
         if "trust_remote_code" in str(error):
             hint = "it needs code from the hub, which is never run here: choose another model"
-        raise TaskError(f"model {source.name!r} cannot be loaded ({first_line(error)}): {hint}") from error
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+        raise TaskError(f"model {source.name!r} cannot be loaded ({in_a_line(error)}): {hint}") from error

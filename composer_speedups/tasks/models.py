@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.errors import TaskError, is_out_of_memory
+from composer_speedups.errors import TaskError, in_a_line, is_out_of_memory
 from composer_speedups.tasks.encoders import check_encoder, check_first_batch
-from composer_speedups.tasks.model_sources import end_of, first_line, is_folder, load_config, load_from
+from composer_speedups.tasks.model_sources import end_of, is_folder, load_config, load_from
 from composer_speedups.tasks.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from composer_speedups.tasks.task import Task
 
-__all__ = ["build_empty_model", "build_model", "positions"]
+__all__ = ["build_empty_model", "build_model", "longest_input"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -91,7 +91,7 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
             f"the model has {rows:,} embeddings, but the task's ids go up to {task.vocabulary - 1:,}: "
             f"set config.vocab_size to at least {task.vocabulary}, or a smaller task.vocabulary"
         )
-    room = positions(config)
+    room = longest_input(config)
     if room is not None and task.max_length > room:
         raise TaskError(
             f"max_length {task.max_length} exceeds the {room} positions of model {spec.name!r}: lower task.max_length"
@@ -116,7 +116,7 @@ def _fit_layer_types(config: PretrainedConfig) -> None:
         config.layer_types = [kinds[i % period] for i in range(layers)]
 
 
-def positions(config: PretrainedConfig) -> int | None:
+def longest_input(config: PretrainedConfig) -> int | None:
     """How many tokens a sequence may have; None if the model has no such limit."""
     room = getattr(config, "max_position_embeddings", None)
     if room is None or room < 0:  # XLNet's is -1: its positions are relative
@@ -150,7 +150,7 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
     try:
         setattr(config, name, value)
     except Exception as error:  # transformers 5 looks at what it is given, by a validator of its own
-        raise TaskError(f"model.config.{name} cannot be {value!r} ({first_line(error)}): leave it out") from error
+        raise TaskError(f"model.config.{name} cannot be {value!r} ({in_a_line(error)}): leave it out") from error
 
 
 def _has_sdpa(kind: Any, config: PretrainedConfig) -> bool:
@@ -195,7 +195,7 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
             places = ["model.config"] if spec.config or not is_folder(task.source) else []
             places += [f"{task.source.location}/config.json"] if is_folder(task.source) else []
             raise TaskError(
-                f"model {spec.name!r} cannot be built for {task.objective} ({first_line(error)}): "
+                f"model {spec.name!r} cannot be built for {task.objective} ({in_a_line(error)}): "
                 f"check {' and '.join(places)}"
             ) from error
 

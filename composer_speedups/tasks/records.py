@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from composer_speedups.errors import TaskError
+from composer_speedups.errors import TaskError, first_line
 
 __all__ = ["TABLES", "as_class", "as_text", "records", "text_of", "unreadable"]
 
@@ -111,7 +111,7 @@ def _parquet(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
         for batch in table.iter_batches(columns=columns):
             yield from batch.to_pylist()
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise TaskError(f"{str(file)!r} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+        raise TaskError(f"{str(file)!r} cannot be read as parquet: {first_line(error)}") from error
     except UnicodeDecodeError as error:  # a column of strings that another writer did not check
         raise _no_utf8(file, error) from error
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from composer_speedups.errors import TaskError
+from composer_speedups.installed import version
 from composer_speedups.tasks import docstrings, dummy, files, imdb, model_sources, wordpiece
 from composer_speedups.tasks.cache import cached, digest
 from composer_speedups.tasks.data import Lengths, MaskCollator, PadCollator, TokenDataset
@@ -164,7 +165,7 @@ def _tokenizer(spec: TaskSpec, source: model_sources.Source, raw: _Raw) -> PreTr
         raw.say(f"training a WordPiece tokenizer of {size:,} entries on {len(texts):,} texts")
         wordpiece.train(texts, size, folder)
 
-    key = {"texts": raw.key, "vocabulary": size, "checks": _CHECKS, **_version("tokenizers")}
+    key = {"texts": raw.key, "vocabulary": size, "checks": _CHECKS, "tokenizers": version("tokenizers")}
     folder = cached("tokenizer", key, train, raw.say)
     return wordpiece.load(folder / "tokenizer.json", spec.max_length)
 
@@ -215,13 +216,17 @@ def _tokenised(spec: TaskSpec, source: model_sources.Source, tokenizer: PreTrain
 def _meaning(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What decides how it cuts texts."""
     if tokenizer.is_fast:
-        return {"json": tokenizer.backend_tokenizer.to_str(), **_version("tokenizers")}
+        return {"json": tokenizer.backend_tokenizer.to_str(), "tokenizers": version("tokenizers")}
     # In Python: its class, and all that it would be made of again, options and merges among it.
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         made_of = {path.name: path.read_bytes().hex() for path in sorted(Path(folder).iterdir())}
     cls = type(tokenizer)
-    return {"class": f"{cls.__module__}.{cls.__qualname__}", "made_of": made_of, **_version("transformers")}
+    return {
+        "class": f"{cls.__module__}.{cls.__qualname__}",
+        "made_of": made_of,
+        "transformers": version("transformers"),
+    }
 
 
 def _unknown(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase, part: str, own: bool) -> list[str]:
@@ -267,9 +272,3 @@ def _collator(
         replacements=np.setdiff1d(np.arange(vocabulary), special),
         probability=spec.mlm_probability, seed=seed[0] * 2 + seed[1],
     )  # fmt: skip
-
-
-def _version(package: str) -> dict[str, str]:
-    import importlib.metadata
-
-    return {package: importlib.metadata.version(package)}

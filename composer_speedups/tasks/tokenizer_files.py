@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
+
+from composer_speedups.installed import is_installed
 
 __all__ = ["ANY", "PLAIN", "found", "lack"]
 
@@ -27,12 +28,5 @@ def found(is_there: Callable[[str], object]) -> tuple[bool, str | None]:
 def lack() -> str | None:
     """What to do before a SentencePiece model can be read; None if it can."""
     packages = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
-    missing = [package for module, package in packages.items() if not _is_installed(module)]
+    missing = [package for module, package in packages.items() if not is_installed(module)]
     return f"pip install {' '.join(missing)}" if missing else None
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False

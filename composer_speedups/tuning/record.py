@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.errors import UserError
-from composer_speedups.files import lock
+from composer_speedups.files import open_locked
 
 __all__ = ["Record", "RecordError"]
 
@@ -102,10 +102,10 @@ class Record:
         """Hold the folder's right to this record until `close`, or this process's end however it comes."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor, locked = open_locked(self.path)
         except OSError as error:
             raise RecordError(f"cannot write {self.path}: {error.strerror}. Choose another --out") from error
-        if not lock(descriptor):
+        if not locked:
             os.close(descriptor)
             raise RecordError(f"another process is at {self.path}. Wait for it, or choose another --out")
         return descriptor

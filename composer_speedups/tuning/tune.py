@@ -15,6 +15,7 @@ from composer_speedups.ablation.estimate import duration
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import ConflictError, UserError
+from composer_speedups.recipe_schema import DESCRIPTIVE
 from composer_speedups.tasks.inputs import marks, read_by
 from composer_speedups.tuning.progress import Display
 from composer_speedups.tuning.rate import optuna_or_error
@@ -98,7 +99,7 @@ def tune(
         plain = recipe.to_dict()
         inputs = marks(read_by(plain))
         what = {
-            "recipe": {k: v for k, v in plain.items() if k not in ("name", "description", "published")},
+            "recipe": {k: v for k, v in plain.items() if k not in DESCRIPTIVE},
             "settings": _asked(settings),
             "machine": hardware.identity(tries.facts),
         }

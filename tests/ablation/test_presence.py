@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import fakes
 
+from composer_speedups.ablation import presence
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.presence import Presence
 
@@ -54,6 +56,17 @@ def test_one_that_was_killed_is_gone(tmp_path: Path):
     with Presence(tmp_path) as alone:
         pass
     assert not alone.overlapped and list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_locked_nothing_is_left(tmp_path: Path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(presence.fcntl, "flock", refuse)
+    with Presence(tmp_path) as unknown:
+        pass
+    assert not unknown.overlapped and list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_folder_that_cannot_be_had_costs_nothing(tmp_path: Path):

@@ -16,7 +16,7 @@ from test_masked_token_head import MlmRows, loss_and_gradients, masked_lm, mlm_b
 
 from composer_speedups import FusedCrossEntropy, MaskedTokenHead, apply_fused_cross_entropy, apply_masked_token_head
 from composer_speedups.algorithms import fused_cross_entropy
-from composer_speedups.errors import SpeedUpUnavailable
+from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
@@ -185,7 +185,7 @@ def test_together_with_masked_token_head() -> None:
         torch.testing.assert_close(new[name], gradient, rtol=1e-4, atol=1e-6)
     other = masked_lm()
     apply_masked_token_head(other)
-    with pytest.raises(SpeedUpUnavailable, match="swap the two"):
+    with pytest.raises(ConflictError, match="swap the two"):
         apply_fused_cross_entropy(other)
 
 

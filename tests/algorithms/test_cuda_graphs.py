@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -672,12 +671,6 @@ def test_contradictions_are_refused(make_trainer, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(CUDAGraphs, "unavailable", lambda self, device: None)
     with pytest.raises(ConflictError, match=message):
         make_trainer([other, CUDAGraphs()])
-
-
-def test_fsdp_is_refused() -> None:
-    state = SimpleNamespace(fsdp_config={}, algorithms=[], model=model_of())
-    with pytest.raises(ConflictError, match="cannot replay what FSDP does between layers"):
-        CUDAGraphs().install(state, None)
 
 
 def test_a_model_of_another_family_is_left_alone(make_trainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_in_composers_trainer(exchanged, name, plain) -> None:
 
 
 def test_fsdp_is_refused_with_the_reason(exchanged) -> None:
-    assert exchanged["views, fsdp2"].startswith("SpeedUpUnavailable: gradient_as_bucket_view is for DDP: FSDP shards")
+    assert exchanged["views, fsdp2"].startswith("SpeedUpUnavailable: GradientAsBucketView() cannot be used under FSDP")
 
 
 def test_one_process_has_nothing_to_exchange(make_trainer) -> None:

@@ -67,7 +67,7 @@ def test_in_composers_trainer(exchanged, name) -> None:
 
 
 def test_fsdp_is_refused_with_the_remedy(exchanged) -> None:
-    assert exchanged["fsdp2"].startswith("SpeedUpUnavailable: gradient_compression is for DDP: FSDP")
+    assert exchanged["fsdp2"].startswith("SpeedUpUnavailable: GradientCompression(dtype='bf16') cannot be used under")
     assert "Set reduce_dtype" in exchanged["fsdp2"]
 
 

@@ -439,6 +439,7 @@ def apex(monkeypatch):
     optimizers.FusedAdam = StandInFusedAdam
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
     monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    monkeypatch.setitem(sys.modules, "amp_C", types.ModuleType("amp_C"))
 
 
 @pytest.mark.parametrize("back", [None, apply_fused_adamw, apply_bnb_adamw])
@@ -458,6 +459,13 @@ def test_apex_with_its_signature(apex, back) -> None:
     eps = torch.finfo(torch.float32).eps
     for p, expected in zip(params, reference, strict=True):
         torch.testing.assert_close(p.detach().double(), expected, rtol=0, atol=12 * eps)
+
+
+def test_apex_without_its_extensions_is_none(apex, monkeypatch) -> None:
+    """Its Python part can be imported then, and fails when an optimizer is made."""
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    with pytest.raises(SpeedUpUnavailable, match=r"with its CUDA extensions is not installed: .*github\.com/NVIDIA"):
+        apply_apex_fused_adamw(torch.optim.AdamW(parameters()))
 
 
 def test_apex_missing_names_the_remedy(make_trainer) -> None:

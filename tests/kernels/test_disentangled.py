@@ -51,7 +51,7 @@ def by_the_book(q, k, v, pos_key, pos_query, lengths: list[int], p: float) -> to
 def by_c(monkeypatch: pytest.MonkeyPatch):
     """`disentangled_attention`, of which each call must be C."""
     monkeypatch.setattr(module, "draw_keys", lambda: SEEDS)
-    if module.native() is None or any(fused.native(dtype) is None for dtype in module._NAMES):
+    if module.native() is None or any(fused.native(dtype) is None for dtype in module.NAMES):
         pytest.skip("no compiler, or a CPU without the instructions")
 
     def attend(*given: torch.Tensor, p: float = 0.0, lengths: list[int] = LENGTHS) -> torch.Tensor:

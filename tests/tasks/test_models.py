@@ -162,7 +162,7 @@ def one_line(error) -> str:
         (ModelSpec(name="./no/such/folder"), "is not there"),
         (ModelSpec(name="/no/such/folder", pretrained=False), "is not there"),
         (ModelSpec(name="bert-base-uncased; rm -rf"), "is not there"),
-        (ModelSpec(name="../x"), "is not there"),
+        (ModelSpec(name="../not_there"), "is not there"),
         (ModelSpec(pretrained=True), "local model folder, or model.pretrained: false"),
         (ModelSpec(name="nobody/unknown"), "or to a model known here"),
         (ModelSpec(name="nobody/unknown", pretrained=False), "or to a model known here"),
@@ -359,7 +359,7 @@ def test_a_sentencepiece_model_alone_is_a_tokenizer(deberta: Path, tmp_path: Pat
 
 
 def test_what_reads_a_sentencepiece_model_is_named(deberta: Path, tmp_path: Path, monkeypatch, caplog):
-    monkeypatch.setattr(model_sources.tokenizer_files, "_is_installed", lambda module: module != "sentencepiece")
+    monkeypatch.setattr(model_sources.tokenizer_files, "is_installed", lambda module: module != "sentencepiece")
     said = "SentencePiece tokenizer, which cannot be read here: pip install sentencepiece"
     with pytest.raises(TaskError, match=said) as error:
         model_sources.resolve(ModelSpec(name=str(deberta), pretrained=True))
