@@ -72,6 +72,14 @@ class Loading:
         Else they were left out of the file, or the user had them ignored, and nothing is lost that was asked for.
         """
         name = type(self.optimizer).__qualname__
+        if list(self._offered) == ["SAMOptimizer"]:
+            log.warning(
+                "%s was saved under Composer's SAM, which leaves out the moments of %s: they begin anew, as they do in "
+                "Composer without speed-ups",
+                source(state),
+                name,
+            )
+            return False
         if self._offered and self._offered.get(name, (True, []))[0]:
             return True
         log.warning(

@@ -64,6 +64,8 @@ class PackedEncoder:
         for name in ("output_attentions", "output_hidden_states"):
             asked = kwargs.get(name)
             extras += [name] if (getattr(self.config, name, False) if asked is None else asked) else []
+        if torch.jit.is_tracing():  # this batch's lengths would be those of all that the trace ever sees
+            return say_once("a trace is made of the model")
         if input_ids is None or extras or any(value is not None for value in args):
             return say_once(f"{', '.join(extras) or 'inputs other than ids'} asked for")
         if mask is None:

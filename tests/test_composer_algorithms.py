@@ -173,6 +173,22 @@ def test_an_optimizer_that_sam_wraps_is_resumed(
 
 
 @pytest.mark.filterwarnings("ignore:.* is not in the state_dict:UserWarning")
+def test_what_sam_has_saved_is_gone_on_with_as_in_composer(make_trainer, tiny_bert, tmp_path, caplog) -> None:
+    """Its checkpoints hold no moments: Composer goes on without, and there is no other file to be converted."""
+    saving = {"save_folder": str(tmp_path), "save_interval": "2ba"}
+    make_trainer([FusedAdamW(), SAM()], model=copy.deepcopy(tiny_bert), **saving).fit()
+    ends = []
+    for algorithms in ([SAM()], [FusedAdamW(), SAM()]):
+        caplog.clear()
+        trainer = make_trainer(algorithms, model=copy.deepcopy(tiny_bert), load_path=str(tmp_path / FILE))
+        trainer.fit()
+        assert int(trainer.state.timestamp.batch) == 4
+        ends.append(torch.cat([p.detach().flatten() for p in trainer.state.model.parameters()]))
+    assert "saved under Composer's SAM, which leaves out the moments of AdamW: they begin anew" in caplog.text
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.* is not in the state_dict:UserWarning")
 @pytest.mark.parametrize("event", [Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START])
 @pytest.mark.parametrize(("make", "saved_with"), SAVED[:3], ids=["fused", "no_decay", "8bit"])
 def test_what_a_callback_loads_is_seen(make, saved_with, event: Event, make_trainer, tiny_bert, tmp_path) -> None:

@@ -10,7 +10,8 @@ rounding or two. Temporary lists take about one more copy of the parameters in m
 GPU per parameter and step. On CUDA it is torch's own default when neither flag is set. On a CPU the lists bring
 little; `FusedAdamW` is better nearly everywhere.
 
-**Needs.** `torch.optim.AdamW` or Composer's `DecoupledAdamW` as the optimizer; any device.
+**Needs.** `torch.optim.AdamW` or Composer's `DecoupledAdamW` as the optimizer; any device. Of moments, parameters and
+updates Composer's `OptimizerMonitor` tells what `DecoupledAdamW` reports, and here gradients only.
 
 Source: PyTorch, `torch.optim.AdamW(foreach=True)`.
 """

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from composer.core import Event, State
 from composer.loggers import Logger
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers.cache_utils import Cache
 
 from composer_speedups.arguments import check_count
@@ -138,7 +138,7 @@ class _Checkpointed:
         if self.training and getattr(self, "gradient_checkpointing", False):  # switched on since we came
             raise _conflict()
         call, kwargs = super().__call__, with_request(self, kwargs)  # in backward nobody asks any more
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():  # a trace would hold both of its forward passes
             return call(*args, **kwargs)
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             if not self.training:  # a cache that is asked for: recomputing would fill it twice
@@ -153,7 +153,10 @@ class _Checkpointed:
         def run(*values: Any) -> Any:
             return call(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        out = checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+        # Recomputing ends early, by an exception. One that comes through code compiled with Dynamo's backend "eager"
+        # passes over its ends of autocast, whose casts of weights would then be kept for good, in all trainings.
+        with set_checkpoint_early_stop(self._compiled_call_impl is None):
+            out = checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
         if not self.__dict__.get(_SHARED, True):
             # Autocast would keep its casts of weights until the model's forward pass is over: half the weights' memory.
             torch.clear_autocast_cache()

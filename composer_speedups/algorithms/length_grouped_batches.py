@@ -24,7 +24,7 @@ results). In the Hugging Face Trainer's order, where length does follow the step
 becomes a random one, from the loader's `DistributedSampler.seed` or the Trainer's seed, even where it was not.
 Ranks share each batch so that their longest samples are neighbours in length; the widths may still differ by a
 step of `multiple_of`. Resuming in mid-epoch needs the same `pool`, batch size and number of ranks: others are warned
-of.
+of. A duration in tokens (`1000tok`), of which Composer counts padding, too, has more steps than without.
 
 Source: `group_by_length` of the Hugging Face Trainer, whose batches are as alike, and come with the longest first.
 """

@@ -32,12 +32,13 @@ from typing import Any
 import torch
 from composer.core import State
 from composer.loggers import Logger
+from composer.models import HuggingFaceModel
 from transformers import PreTrainedModel
 
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.families import MASKED, has_head
-from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import mix_in, override_methods, overrides
+from composer_speedups.speedup import SpeedUp, Stage, warn
+from composer_speedups.surgery import mix_in, override_methods, overrides, stock_class
 
 __all__ = ["MaskedTokenHead", "apply_masked_token_head"]
 
@@ -91,6 +92,15 @@ class MaskedTokenHead(SpeedUp):
             raise SpeedUpUnavailable(
                 f"{self!r}: train metrics need logits of all tokens."
                 " Give HuggingFaceModel metrics=[] and eval_metrics=[...]"
+            )
+        cls = stock_class(type(state.model))
+        if models and issubclass(cls, HuggingFaceModel) and cls.loss is not HuggingFaceModel.loss:
+            warn(
+                UserWarning(
+                    f"{self!r}: {cls.__name__} has a loss of its own. In training it gets logits [1, "
+                    "predicted tokens, vocabulary], beside the batch's labels of all tokens: let it begin with "
+                    "outputs['loss'], which is of the predicted ones, or remove the speed-up"
+                )
             )
         reasons = sorted({reason for m in models if (reason := _why_not(m)) is not None})
         count = apply_masked_token_head(state.model, self.capacity)

@@ -21,11 +21,11 @@ padded models use `LengthGroupedBatches`.
 **Needs.** A `DataLoader` with `batch_size` over a map-style dataset of dicts with `attention_mask` or `input_ids`, or
 with `dataset.lengths`. A step's tokens deviate from the budget by less than one sample's. The number of steps per
 epoch is the same in all epochs. `drop_last` is not needed and not kept. Composer's `time/sample` counts the samples
-that there were. The Trainer's `accumulate_train_batch_on_tokens`, another weighting of ranks, is refused unless
-`weighting="batch"`. *Microbatches*: all ranks split a step into as many, each into equal numbers of samples. Where no
-number that all can do is enough, mostly as one rank has few samples, long ones, another's microbatches exceed the size
-asked for: with short samples, and at worst they are its whole part of the step, the budget and one sample at most.
-Where memory would not hold that, lower `tokens_per_batch`. `device_train_microbatch_size="auto"` is for one rank.
+that there were, `time/token` padding, too, which is less. The Trainer's `accumulate_train_batch_on_tokens`, another
+weighting of ranks, is refused unless `weighting="batch"`. *Microbatches*: all ranks split a step into as many, each
+into equal numbers of samples. Where no number that all can do is enough, mostly as one rank has few samples, long
+ones, another's exceed the size asked for: with short samples, and at worst they are its whole part of the step, the
+budget and one sample at most. Where memory would not hold that, lower `tokens_per_batch`. `"auto"` is for one rank.
 *Resuming in mid-epoch* needs as many steps an epoch: the default budget has them on any number of ranks that share one
 batch size; `tokens_per_batch` is each rank's, and is to be scaled when their number changes.
 

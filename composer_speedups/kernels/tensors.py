@@ -18,10 +18,13 @@ MAX_WIDTH = 8192
 def plain(x: torch.Tensor) -> bool:
     """Whether `x` has memory of its own that a pointer may be taken to, or is the shape of such a tensor.
 
-    While compiling every tensor counts as plain: what it will be is not known.
+    While compiling every tensor counts as plain: what it will be is not known. While tracing (`torch.jit.trace`, and
+    ONNX by it) none does: what a kernel writes would become a constant of the trace.
     """
     if torch.compiler.is_compiling():
         return True
+    if torch.jit.is_tracing():
+        return False
     known = type(x) in (torch.Tensor, torch.nn.Parameter) or shape_only(x)
     forward_mode = torch.autograd.forward_ad._current_level >= 0  # which our functions have no derivatives for
     # Gradients in a batch of them have no storage.

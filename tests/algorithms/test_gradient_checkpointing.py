@@ -411,3 +411,20 @@ def test_gradients_on_the_gpu(precision: str) -> None:
     # Embedding gradients are summed by atomic adds, in any order: a few roundings of float32.
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
+
+
+def test_autocast_ends_in_blocks_that_dynamo_runs_itself() -> None:
+    """Recomputing ends early by an exception, which jumps over the ends of autocast in Dynamo's code; casts of weights
+    would be kept for good then, and the next training in this process would go on with old ones."""
+    model = bert().train()
+    composer_speedups.apply_low_precision_norm(model)
+    apply_gradient_checkpointing(model)
+    composer_speedups.apply_torch_compile(model, scope="block", backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch())["loss"]
+    loss.backward()
+    nested = torch.autocast_increment_nesting() - 1
+    for _ in range(nested + 1):  # whatever is found: other tests come after this one
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    assert nested == 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -256,6 +257,18 @@ def test_refuses_train_metrics(make_trainer) -> None:
     model = HuggingFaceModel(masked_lm(), use_logits=True, metrics=[LanguageCrossEntropy()])
     with pytest.raises(SpeedUpUnavailable, match=r"metrics=\[\]"):
         make_trainer([MaskedTokenHead()], model=model)
+
+
+def test_says_before_training_what_a_loss_of_ones_own_gets(make_trainer) -> None:
+    class Own(HuggingFaceModel):
+        def loss(self, outputs, batch):
+            return 2 * outputs["loss"]
+
+    for cls, warned in ((Own, True), (HuggingFaceModel, False)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            make_trainer([MaskedTokenHead()], cls(masked_lm(), use_logits=True, metrics=[]))
+        assert any("Own has a loss of its own" in str(w.message) for w in told) is warned
 
 
 def test_warns_where_there_is_no_masked_language_model(make_trainer) -> None:
