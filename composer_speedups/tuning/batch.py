@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from composer_speedups.errors import UserError
+from composer_speedups.tuning.sizes import memory_line
 
 __all__ = ["Measure", "Tried", "fastest", "fits", "largest"]
 
@@ -95,14 +96,11 @@ def _predicted(peaks: dict[int, int], limit: int | None, fixed: int) -> float | 
     """The size at which memory should reach the limit, on the line through what was measured."""
     if limit is None or not peaks:
         return None
-    (small, less), (big, more) = min(peaks.items()), max(peaks.items())
-    if big > small and more > less:
-        slope, base = (more - less) / (big - small), less - (more - less) / (big - small) * small
-    elif more > fixed:
-        slope, base = (more - fixed) / big, fixed
-    else:
-        return None
-    return (limit - base) / slope
+    base, slope = memory_line(peaks)
+    if slope <= 0:
+        big, most = max(peaks.items())
+        base, slope = fixed, (most - fixed) / big
+    return (limit - base) / slope if slope > 0 else None
 
 
 def fastest(measure: Measure, sizes: Sequence[int], start: int, limit: int | None) -> int | None:
@@ -182,7 +180,7 @@ def _nearest(sizes: Sequence[int], wanted: float) -> int:
 
 def _peak_at(size: int, peaks: dict[int, int]) -> float | None:
     """Memory at `size`, on the line through the smallest and the largest measured."""
-    if len(peaks) < 2:
+    if not peaks:
         return None
-    (small, less), (big, more) = min(peaks.items()), max(peaks.items())
-    return less + (more - less) / (big - small) * (size - small) if more > less else None
+    base, slope = memory_line(peaks)
+    return base + slope * size if slope > 0 else None

@@ -12,7 +12,7 @@ from composer_speedups.tuning import batch as batches
 from composer_speedups.tuning import rate as rates
 from composer_speedups.tuning.evidence import batch_lines, batch_reason
 from composer_speedups.tuning.rate_search import RateSearch
-from composer_speedups.tuning.sizes import batch_sizes, microbatch_sizes, predicted_line, starting_size
+from composer_speedups.tuning.sizes import batch_sizes, memory_line, microbatch_sizes, starting_size
 from composer_speedups.tuning.tries import Tries
 from composer_speedups.tuning.whole import MOST_TRAININGS
 
@@ -84,7 +84,7 @@ class Search:
             fixed = 0
             if self.tries.predicted and self.tries.limit:
                 start = starting_size(self.tries.predicted, self.tries.limit, sizes)
-                fixed = round(predicted_line(self.tries.predicted)[0])
+                fixed = round(memory_line(self.tries.predicted)[0])
             size = batches.largest(self._measure, sizes, start, self.tries.limit, fixed)
         else:
             size = batches.fastest(self._measure, sizes, start, self.tries.limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["batch_sizes", "microbatch_sizes", "predicted_line", "starting_size"]
+__all__ = ["batch_sizes", "microbatch_sizes", "memory_line", "starting_size"]
 
 _STEP = 8  # half-precision tensor cores, and vector units, want multiples of 8 ...
 _WIDE_STEP = 64  # ... and from Ampere on tensor cores like 128 bytes at a time
@@ -38,10 +38,10 @@ def microbatch_sizes(batch: int) -> list[int]:
     return [n for n in range(1, batch + 1) if batch % n == 0]
 
 
-def predicted_line(peaks: Mapping[int, int]) -> tuple[float, float]:
-    """Fixed bytes and bytes per sample, on the line through the smallest and the largest size predicted.
+def memory_line(peaks: Mapping[int, int]) -> tuple[float, float]:
+    """Fixed bytes and bytes per sample, on the line through the smallest and the largest size of `peaks`, 0 for one.
 
-    >>> predicted_line({8: 1800, 16: 2600})
+    >>> memory_line({8: 1800, 16: 2600})
     (1000.0, 100.0)
     """
     (small, small_peak), (large, large_peak) = min(peaks.items()), max(peaks.items())
@@ -55,5 +55,5 @@ def starting_size(peaks: Mapping[int, int], limit: int, sizes: Sequence[int]) ->
     >>> starting_size({8: 1800, 16: 2600}, 4000, [8, 16, 24, 32])
     24
     """
-    fixed, slope = predicted_line(peaks)
+    fixed, slope = memory_line(peaks)
     return max((size for size in sizes if fixed + slope * size <= limit), default=sizes[0])
