@@ -53,13 +53,14 @@ class OutOfMemory(UserError, RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line with words of what an error says, 200 letters of it; its kind, where it says nothing.
+    """The first line with words of what an error says; its kind, where it says nothing. Of what is no `UserError`, and
+    has no remedy at its end, 200 letters.
 
     >>> first_line(ValueError("\\n too small\\nby far")), first_line(OSError())
     ('too small', 'OSError')
     """
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip() if isinstance(error, UserError) else lines[0].rstrip()[:200]
 
 
 def in_a_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["lock", "move_if_free", "open_locked", "whole"]
+
+_TRIES = 100  # holders that come and go before us
 
 
 def lock(descriptor: int) -> bool:
@@ -41,14 +44,15 @@ def open_locked(path: Path) -> tuple[int, bool]:
     Raises:
         OSError: it cannot be opened.
     """
-    while True:
+    for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         if not lock(descriptor):
             return descriptor, False
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # it is gone, in a network's file system by another machine's hand
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor, True
         os.close(descriptor)
+    raise OSError(errno.ESTALE, "it is removed again and again", str(path))
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
         Exception: where several ranks train together, whatever one of them has met.
     """
     model = trainer._original_model.model
-    typical = _slowest_rank(statistics.median(result.step_seconds) if result.step_seconds else 0.0, trainer.state)
+    typical = _of_slowest_rank(statistics.median(result.step_seconds) if result.step_seconds else 0.0, trainer.state)
     steps = _STEPS if (_STEPS + 2) * typical < _PATIENCE else 1
     compiled = "torch_compile" in recipe.speedups
     probe = MemoryProbe()
@@ -160,7 +160,8 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
         before = compile_statistics()["compile_seconds"]
         with kernel_by_kernel():  # in a CUDA graph none of them would see a thing
             _more_steps(trainer, [probe, profiler, ran], profiler.skip + steps)
-        if compile_statistics()["compile_seconds"] == before:  # else its seconds are those of the compiler
+        # A rank's compiler would be in its own seconds, and in the others' that wait for it.
+        if not _of_slowest_rank(compile_statistics()["compile_seconds"] - before, trainer.state):
             result.step_profile, result.step_profile_other = profiler.profile.seconds, profiler.profile.other
         result.memory = probe.kinds
         if probe.rows:
@@ -179,8 +180,8 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
         result.as_it_ran = ran.facts
 
 
-def _slowest_rank(seconds: float, state: State) -> float:
-    """The most that a rank has: all take as many steps, or some would wait for the others' gradients for good."""
+def _of_slowest_rank(seconds: float, state: State) -> float:
+    """The most that a rank has, by which all do the same: where one took more steps, it would wait for good."""
     if dist.get_world_size() == 1:
         return seconds
     most = state.device.tensor_to_device(torch.tensor(seconds))

@@ -102,7 +102,7 @@ def predict(
 
     Args:
         recipe: a resolved recipe.
-        batch_size: samples of a forward pass on one device; None is `rows_per_pass`.
+        batch_size: samples of a forward pass on one device; None is `rows_per_pass`, of the rank's share.
         length: tokens of the padded rows; None is the task's longest.
         lengths: real tokens of each row, which matter to unpadding; None takes all rows as full.
         task: the task if it has been made, for vocabulary and labels; None assumes what the recipe says of them.
@@ -120,7 +120,7 @@ def predict(
         length = length or max(lengths)
     else:
         length = length or recipe.task.max_length
-        lengths = [length] * (batch_size or rows_per_pass(recipe, length))
+        lengths = [length] * (batch_size or rows_per_pass(recipe, length, ranks))
         notes += [f"all rows counted as full: {a.key()} regroups them by length" for a in algorithms if a.regroups]
         if "unpadding" in recipe.speedups:
             notes.append("all rows counted as full: unpadding keeps the less, the shorter the texts are")
@@ -168,11 +168,13 @@ def predict(
     )
 
 
-def rows_per_pass(recipe: Recipe, length: int | None = None) -> int:
-    """Samples of a forward pass: the recipe's microbatch or batch, or full rows of `length` for its token budget."""
-    size = min(recipe.microbatch_size or recipe.batch_size, recipe.batch_size)
-    budget = recipe.speedups.get("token_budget_batches", {}).get("tokens_per_batch")
-    if budget is None or size < recipe.batch_size:  # a microbatch is counted in samples whatever the batch holds
+def rows_per_pass(recipe: Recipe, length: int | None = None, ranks: int = 1) -> int:
+    """Samples of a forward pass of one of `ranks`: the recipe's microbatch, or its share of the batch, or full rows of
+    `length` for its token budget."""
+    share = max(1, recipe.batch_size // ranks)
+    size = min(recipe.microbatch_size or share, share)
+    budget = recipe.speedups.get("token_budget_batches", {}).get("tokens_per_batch")  # of each rank
+    if budget is None or size < share:  # a microbatch is counted in samples whatever the batch holds
         return size
     return -(-budget // (length or recipe.task.max_length))
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
+from composer.utils import dist
 from torch.autograd import DeviceType
 
 from composer_speedups.exchange_time import alone, is_exchange, waited
@@ -64,6 +65,8 @@ class profiled:
         # There is one cycle only; saying so spares a warning about several.
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.__enter__()
+        if dist.get_world_size() > 1:
+            dist.barrier()  # or the first exchange would hold how much later another rank's profiler was there
         self._wait()
         self._root = torch.profiler.record_function(STEPS)
         self._root.__enter__()
@@ -72,7 +75,7 @@ class profiled:
     def __exit__(self, *error: Any) -> None:
         self._wait()
         self._root.__exit__(*error)
-        if torch.distributed.is_initialized():
+        if dist.get_world_size() > 1:
             time.sleep(_NOTED)
         self._profiler.__exit__(*error)
         if error[0] is None:
@@ -173,7 +176,7 @@ def _summarise(events: Iterable[Any], device: torch.device, steps: int) -> StepP
     whole = root.cpu_time_total
     cuda = device.type == "cuda"
     waiting = {} if cuda else waited(everything, root.thread)
-    seconds["exchange"] = alone(everything) if cuda else sum(waiting.values())
+    seconds["exchange"] = alone(everything, root.time_range.start) if cuda else sum(waiting.values())
     for event in events:
         if cuda:
             spent = sum(kernel.duration for kernel in event.kernels if not is_exchange(kernel.name))

@@ -7,6 +7,7 @@ starts it.
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -180,19 +181,25 @@ def beside_another() -> None:
     apply_gradient_compression(ddp)
 
 
-def profiled_steps() -> dict[str, float]:
-    """Seconds of two steps by kind, in which the second rank is late with its gradients."""
-    import time
+class LateProfiler(torch.profiler.profile):
+    def __enter__(self):
+        time.sleep(LATE)
+        return super().__enter__()
 
+
+def profiled_steps(late: float, profiler: type = torch.profiler.profile) -> dict[str, float]:
+    """Seconds of two steps by kind, in which the second rank is late with its gradients, or its profiler is."""
     from composer.utils import dist
 
     rank = dist.get_global_rank()
+    if rank:
+        torch.profiler.profile = profiler
     model, rows = data_of(rank)
     ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), 0.1)
 
     def step() -> None:
         loss = loss_of(ddp, rank, rows)
-        time.sleep(LATE * rank)
+        time.sleep(late * rank)
         optimizer.step(lambda: loss.backward())  # as in Composer's loop
 
     step()
@@ -203,7 +210,8 @@ def profiled_steps() -> dict[str, float]:
 
 
 TRIES: dict[str, Any] = {
-    "profile": profiled_steps,
+    "profile": lambda: profiled_steps(LATE),
+    "profile of a late profiler": lambda: profiled_steps(0.0, LateProfiler),
     "float32": lambda: gradients(None),
     "bf16": lambda: gradients("bf16"),
     "fp16": lambda: gradients("fp16"),

@@ -28,6 +28,10 @@ def test_who_is_early_waits(exchanged):
     assert late["loop"] >= 2 * LATE and 0 < late["exchange"] < early["exchange"]
 
 
+def test_a_profiler_that_is_late_is_no_exchange(exchanged):
+    assert exchanged["profile of a late profiler"][0]["exchange"] < 0.5 * LATE
+
+
 def test_what_is_done_beside_an_exchange_is_no_wait():
     """The thread has something to do from 10 to 40, and the exchange goes on from 30 to 70, then from 80 to 90."""
     work = event("aten::mm", 10, 40)
@@ -45,11 +49,15 @@ def test_kernels_beside_an_exchange_hide_it():
     reduce, gather = kernel("ncclDevKernel_AllReduce_Sum_f32", 0, 50), kernel("ncclKernel_AllGather", 90, 100)
     compute = [kernel("gemm", 10, 30), kernel("gemm", 20, 35), kernel("gemm", 45, 60)]
     note = kernel("nccl:all_reduce", 0, 1000, is_user_annotation=True)
-    assert alone([reduce, gather, *compute, note, event("aten::mm", 0, 100)]) == 10 + 10 + 10
-    assert alone(compute) == 0
-    assert alone([gather]) == 10
+    everything = [reduce, gather, *compute, note, event("aten::mm", 0, 100)]
+    assert alone(everything, 0) == 10 + 10 + 10
+    assert alone(everything, 1) == 10, "the barrier before the steps is none of theirs"
+    assert alone(compute, 0) == 0
+    assert alone([gather], 0) == 10
 
 
-@pytest.mark.parametrize("name", ["gloo:broadcast", "nccl:all_reduce", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"])
+@pytest.mark.parametrize(
+    "name", ["gloo:broadcast", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclSymkDevKernel_AllGather"]
+)
 def test_exchanges_by_name(name: str):
     assert is_exchange(name) and not is_exchange(f"my_{name}")

@@ -180,6 +180,7 @@ def test_ranks_have_buckets_unless_gradients_lie_in_them():
     assert alone.buckets == 0 and "buckets" not in alone.kinds()
     assert one_of_two.buckets == one_of_two.gradients > 0 and one_of_two.kinds()["buckets"] == one_of_two.buckets
     assert one_of_two == one_of_four
+    assert predict(recipe, ranks=2) == one_of_two and predict(recipe, ranks=4).activations < one_of_two.activations
     inside = predict(load("demo/fp32", "batch_size=8", "speedups.gradient_as_bucket_view={}"), batch_size=4, ranks=2)
     assert inside.buckets == 0 and one_of_two.peak - inside.peak == one_of_two.buckets
 

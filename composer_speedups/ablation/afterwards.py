@@ -59,22 +59,36 @@ class Afterwards:
 
     def ask(self, display: Display) -> None:
         """Ask what has not been answered of the recipes that have a run which ended well."""
+        for question, run in self._open():
+            if self._work.time_limit() == 0:
+                return
+            self._asked.add((question.answer, run.recipe))
+            display.between_runs(f"{self._work.short[run.recipe]}: {question.doing}")
+            changes, log = self._answered(question, run, display)
+            self._work.store.amend(run, changes, log, warned=question.unanswered)
+
+    def left(self) -> bool:
+        """Whether there is something to ask."""
+        return bool(self._open())
+
+    def _open(self) -> list[tuple[_Question, Run]]:
+        """What has no answer yet, with the run that is to have it."""
+        if not self._questions:
+            return []
+        good: dict[str, list[Run]] = {}
+        for run in self._work.runs():
+            if run.status == "ok" and not run.result.get("gave_up"):
+                good.setdefault(run.recipe, []).append(run)
+        found = []
         for question in self._questions:
-            good: dict[str, list[Run]] = {}
-            for run in self._work.runs():
-                if run.status == "ok" and not run.result.get("gave_up"):
-                    good.setdefault(run.recipe, []).append(run)
             for name, runs in good.items():
-                warned = any(w.startswith(question.unanswered) for run in runs for w in _warnings(run))
+                warnings = [w for run in runs for w in run.result.get("warnings") or []]
+                warned = any(w.startswith(question.unanswered) for w in warnings)
                 known = any(run.result.get(question.answer) for run in runs)
                 known |= warned and not self._work.settings.retry
-                if known or (question.answer, name) in self._asked or self._work.time_limit() == 0:
-                    continue
-                self._asked.add((question.answer, name))
-                display.between_runs(f"{self._work.short[name]}: {question.doing}")
-                changes, log = self._answered(question, runs[0], display)
-                before = [w for w in _warnings(runs[0]) if not w.startswith(question.unanswered)]
-                self._work.store.amend(runs[0], changes | {"warnings": before + changes.get("warnings", [])}, log)
+                if not known and (question.answer, name) not in self._asked:
+                    found.append((question, runs[0]))
+        return found
 
     def _answered(self, question: _Question, run: Run, display: Display) -> tuple[dict[str, Any], str]:
         """What to add to the result of `run`, which is done and well, whatever happens here; and to its log."""
@@ -93,7 +107,3 @@ class Afterwards:
         if outcome.status == "ok":
             return outcome.value, ""
         return {"warnings": [f"{question.unanswered}: {outcome.reason}"]}, outcome.log
-
-
-def _warnings(run: Run) -> list[str]:
-    return run.result.get("warnings") or []

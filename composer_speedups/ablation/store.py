@@ -238,14 +238,20 @@ class Store:
             db.execute("INSERT OR REPLACE INTO logs VALUES (?, ?)", (run.id, log))
             return True
 
-    def amend(self, run: Run, changes: dict[str, Any], log: str = "") -> bool:
-        """Put `changes` into the result of a run that has ended, and `log` behind its log; False if it has none."""
+    def amend(self, run: Run, changes: dict[str, Any], log: str = "", *, warned: str) -> bool:
+        """Put `changes` into the result of a run that has ended, and `log` behind its log; False if it has none.
+
+        Their warnings come to those that there are, but for those that begin with `warned`.
+        """
         with self._file.write() as db:
             row = db.execute("SELECT status, reason, result FROM runs WHERE id = ?", (run.id,)).fetchone()
             if row is None or row[2] is None:
                 return False
             status, reason, text = row
-            text, log = dump(json.loads(text) | changes), self._file.log(run.id) + log
+            result = json.loads(text)
+            kept = [w for w in result.get("warnings") or [] if not w.startswith(warned)]
+            result |= changes | {"warnings": kept + changes.get("warnings", [])}
+            text, log = dump(result), self._file.log(run.id) + log
             digest = run_digest(run.recipe, run.seed, status, reason, text, self._file.steps(run.id), log)
             db.execute("UPDATE runs SET result = ?, digest = ? WHERE id = ?", (text, digest, run.id))
             db.execute("INSERT OR REPLACE INTO logs VALUES (?, ?)", (run.id, log))

@@ -215,4 +215,6 @@ def _opened(
         else:
             console.print(f"Nothing left to run: {escape(str(study.folder))} is complete.")
             work.announce_others()
+            if work.afterwards.left():
+                work.look()  # for what is answered must be of the machine that the runs were made on
         yield work

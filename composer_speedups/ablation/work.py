@@ -46,7 +46,7 @@ class Work:
         self.facts: dict[str, Any] = {}
         self.expected: dict[str, float | None] = {}
         self.short = dict(zip(recipes, short_names(list(recipes)), strict=True))
-        self._afterwards = Afterwards(self)
+        self.afterwards = Afterwards(self)
 
     def left(self) -> int:
         return sum(count for status, count in self.store.counts(self.seeds).items() if status in OPEN)
@@ -136,7 +136,7 @@ class Work:
         """Take runs until none is left; write the outputs after each."""
         with Display(self.console, self.short) as display:
             while not self._too_late():
-                self._afterwards.ask(display)
+                self.afterwards.ask(display)
                 run = self.store.claim(self.environment, self.seeds)
                 if run is None:
                     if not self.left():

@@ -31,10 +31,12 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, http
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+import torch._dynamo
 from composer.core import Event, State
 from composer.loggers import Logger
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -155,12 +157,19 @@ class _Checkpointed:
 
         # Recomputing ends early, by an exception. One that comes through code compiled with Dynamo's backend "eager"
         # passes over its ends of autocast, whose casts of weights would then be kept for good, in all trainings.
-        with set_checkpoint_early_stop(self._compiled_call_impl is None):
+        with set_checkpoint_early_stop(False) if _compiled(self) else nullcontext():
             out = checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
         if not self.__dict__.get(_SHARED, True):
             # Autocast would keep its casts of weights until the model's forward pass is over: half the weights' memory.
             torch.clear_autocast_cache()
         return out
+
+
+def _compiled(block: torch.nn.Module) -> bool:
+    """Whether the block was compiled, and not a part of it."""
+    own = vars(block).get("forward")
+    whole = block._compiled_call_impl is not None or isinstance(block, torch._dynamo.OptimizedModule)
+    return whole or hasattr(own, "_torchdynamo_orig_callable")
 
 
 def _shares(model: torch.nn.Module, blocks: int) -> bool:

@@ -9,6 +9,8 @@ import pytest
 
 from composer_speedups.ablation.isolate import CannotStart, Isolation, ServerEnded
 from composer_speedups.ablation.presence import Presence
+from composer_speedups.ablation.worker import classify
+from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
 
 WELL = {"recipe": fakes.Recipe("base").to_dict(), "seed": 17}
 
@@ -75,3 +77,15 @@ def test_its_last_words_are_told(isolation) -> None:
     isolation.preload = ("ends_by_itself",)
     with pytest.raises(ServerEnded, match=r"ended with exit code 3, twice\. .* Its last words: enough$"):
         isolation.run(WELL, timeout=60)
+
+
+def test_an_error_of_the_users_keeps_its_remedy_however_long_it_is():
+    path = "/a/very/long/folder" * 20
+    for kind, status in ((SpeedUpUnavailable, "skipped"), (OutOfMemory, "out_of_memory"), (TaskError, "failed")):
+        assert classify(kind(f"{path} is not there: choose another\nmore")) == (
+            status,
+            f"{path} is not there: choose another",
+        )
+    status, reason = classify(RuntimeError(path))
+    assert status == "failed" and reason == f"RuntimeError: {path[:200]}"
+    assert classify(ValueError()) == ("failed", "ValueError")

@@ -21,6 +21,7 @@ import pytest
 from rich.console import Console
 from small_disk import small_disk
 
+from composer_speedups import hardware
 from composer_speedups.ablation.afterwards import Afterwards
 from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plan import interleave
@@ -178,6 +179,24 @@ def test_what_is_stopped_after_a_run_comes_with_the_next_call(tmp_path: Path, mo
     assert all(row["status"] == "ok" and row[answer] for row in rows(tmp_path / "out").values())
     with Store(tmp_path / "out" / "runs.sqlite") as store:  # whose digests are checked when it is opened
         assert all(run.result[answer] for run in store.runs())
+
+
+@pytest.mark.parametrize("question", ["verified", "looked"])
+def test_what_is_asked_later_is_asked_on_the_same_machine(tmp_path: Path, monkeypatch, question: str) -> None:
+    """Also of a study that is complete, where nothing else looks at the machine."""
+    first, later = ({}, {"verify": True}) if question == "verified" else ({"inspect": False}, {})
+    recipes, ranks = [fakes.Recipe("base"), fakes.Recipe("fast")], 1 if question == "verified" else 2
+    study(tmp_path / "out", recipes, ranks=ranks, **first)
+    with monkeypatch.context() as patch:
+        patch.setattr(hardware, "same_machine", lambda before, now: "another CPU")
+        with pytest.raises(StoreError, match="was measured on another machine or installation"):
+            study(tmp_path / "out", recipes, ranks=ranks, **later)
+    _, said = study(tmp_path / "out", recipes, ranks=ranks, **later)
+    assert "Nothing left to run" in said and "Looking at this machine" in said
+    answer = "numerics" if question == "verified" else "memory"
+    assert all(row[answer] for row in rows(tmp_path / "out").values())
+    _, said = study(tmp_path / "out", recipes, ranks=ranks, **later)
+    assert "Looking" not in said and "looking" not in said, "all has been answered"
 
 
 def test_the_log_of_a_comparison_that_fails_is_the_runs(tmp_path: Path) -> None:

@@ -413,13 +413,30 @@ def test_gradients_on_the_gpu(precision: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
 
 
-def test_autocast_ends_in_blocks_that_dynamo_runs_itself() -> None:
+def by_ours(model: torch.nn.Module) -> None:
+    apply_gradient_checkpointing(model)
+    composer_speedups.apply_torch_compile(model, scope="block", backend="eager")
+
+
+def by_hand(model: torch.nn.Module) -> None:
+    layers = model.bert.encoder.layer
+    model.bert.encoder.layer = torch.nn.ModuleList(torch.compile(layer, backend="eager") for layer in layers)
+    apply_gradient_checkpointing(model)
+
+
+def forwards_by_hand(model: torch.nn.Module) -> None:
+    for layer in model.bert.encoder.layer:
+        layer.forward = torch.compile(layer.forward, backend="eager")
+    apply_gradient_checkpointing(model)
+
+
+@pytest.mark.parametrize("compiled", [by_ours, by_hand, forwards_by_hand])
+def test_autocast_ends_in_blocks_that_dynamo_runs_itself(compiled) -> None:
     """Recomputing ends early by an exception, which jumps over the ends of autocast in Dynamo's code; casts of weights
     would be kept for good then, and the next training in this process would go on with old ones."""
     model = bert().train()
     composer_speedups.apply_low_precision_norm(model)
-    apply_gradient_checkpointing(model)
-    composer_speedups.apply_torch_compile(model, scope="block", backend="eager")
+    compiled(model)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch())["loss"]
     loss.backward()
@@ -428,3 +445,20 @@ def test_autocast_ends_in_blocks_that_dynamo_runs_itself() -> None:
         torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
     assert nested == 0
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_whether_recomputing_ends_early_is_the_users_choice(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    really = module.checkpoint
+
+    def look(*args, **kwargs):
+        seen.append(torch.utils.checkpoint._enable_checkpoint_early_stop)
+        return really(*args, **kwargs)
+
+    monkeypatch.setattr(module, "checkpoint", look)
+    model = bert().train()
+    apply_gradient_checkpointing(model)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(asked):
+        model(**batch())["loss"].backward()
+    assert seen == [asked, asked]
