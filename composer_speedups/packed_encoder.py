@@ -66,6 +66,10 @@ class PackedEncoder:
             extras += [name] if (getattr(self.config, name, False) if asked is None else asked) else []
         if torch.jit.is_tracing():  # this batch's lengths would be those of all that the trace ever sees
             return say_once("a trace is made of the model")
+        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+            return say_once("a transform of torch.func, or forward-mode differentiation, is active")
+        if self.training and getattr(self.get_input_embeddings(), "neftune_noise_alpha", None):
+            return say_once("NEFTune's noise, which it scales by the length of rows")
         if input_ids is None or extras or any(value is not None for value in args):
             return say_once(f"{', '.join(extras) or 'inputs other than ids'} asked for")
         if mask is None:

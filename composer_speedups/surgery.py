@@ -91,9 +91,8 @@ def overrides(module: torch.nn.Module) -> list[Wrap]:
 def _overriding(base: type, names: tuple[str, ...], wrap: Wrap) -> type:
     def method(name: str) -> Callable[..., Any]:
         old = getattr(base, name)
-        new = functools.update_wrapper(_with_code_of_its_own(wrap(old)), old)
-        new.__signature__ = inspect.signature(old)  # for getfullargspec, which does not unwrap
-        return new
+        new = _with_code_of_its_own(wrap(old))
+        return _looks_like(new, old)
 
     layer = (base, _overriding, (names, wrap))
     return type(base)(base.__name__, (base,), {name: method(name) for name in names} | _body(base, layer))
@@ -118,9 +117,17 @@ def _mixed(base: type, mixin: type) -> type:
         def forward(self, *args, **kwargs):
             return mixin.forward(self, *args, **kwargs)
 
-        body["forward"] = functools.update_wrapper(_with_code_of_its_own(forward), base.forward)
-        forward.__signature__ = inspect.signature(base.forward)  # for getfullargspec, which does not unwrap
+        body["forward"] = _looks_like(_with_code_of_its_own(forward), base.forward)
     return type(base)(base.__name__, (mixin, base), body)
+
+
+def _looks_like(new: Callable[..., Any], old: Callable[..., Any]) -> Callable[..., Any]:
+    """`new` with the name, words and arguments of `old`, and without the way to it: Accelerate's `unwrap_model` goes it
+    to the end when it takes its mixed precision off, and would take us off, too."""
+    functools.update_wrapper(new, old)
+    new.__signature__ = inspect.signature(old)
+    del new.__wrapped__
+    return new
 
 
 def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from dataclasses import dataclass
 from itertools import permutations
+from types import MethodType
 
 import pytest
 import torch
@@ -74,3 +76,21 @@ def test_each_class_has_dynamos_limit_of_its_own(change: str) -> None:
     statistics = compile_statistics(before)
     assert (statistics["graphs"], statistics["frames_over_limit"]) == (4, 0)
     torch._dynamo.reset()
+
+
+def test_accelerate_takes_its_own_precision_off_and_no_more() -> None:
+    """`unwrap_model(keep_fp32_wrapper=False)` follows `__wrapped__` to its end."""
+    from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
+
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=64)
+    model = BertForSequenceClassification(config).eval()
+    apply_last_layer_subset(model)
+    seen, ids = [], torch.randint(0, 64, (2, 7))
+    model.bert.encoder.layer[-1].output.register_forward_hook(lambda module, given, out: seen.append(out.shape[1]))
+    before = str(inspect.signature(model.forward))
+    model(input_ids=ids)
+    model._original_forward = model.forward  # as `prepare` does in bf16
+    model.forward = MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+    model = extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    model(input_ids=ids)
+    assert seen == [1, 1] and str(inspect.signature(model.forward)) == before

@@ -160,6 +160,11 @@ def _state_bytes(parameter: torch.Tensor) -> int:
 
 def _refuse_unsupported(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
+        if "max_momentum" in group:  # of OneCycleLR and CyclicLR
+            raise SpeedUpUnavailable(
+                "the learning rate schedule cycles the momentum, too, and Adafactor has none. Make it with "
+                "cycle_momentum=False."
+            )
         for flag in ("amsgrad", "differentiable"):
             if group.get(flag):
                 raise SpeedUpUnavailable(f"Adafactor has no {flag}=True, which your AdamW sets. Unset it.")

@@ -27,6 +27,7 @@ Source: MosaicBERT and ModernBERT (sparse prediction), DeepSpeed's BERT (`max_pr
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import torch
@@ -43,7 +44,16 @@ from composer_speedups.surgery import mix_in, override_methods, overrides, stock
 __all__ = ["MaskedTokenHead", "apply_masked_token_head"]
 
 IGNORED = -100
-_PLACES = "_composer_speedups_places"
+
+
+class _Chosen(threading.local):
+    """What is chosen in this thread's call: threads may share a model."""
+
+    def __init__(self) -> None:
+        self.now: tuple[torch.nn.Module, torch.Tensor, torch.Size] | None = None  # encoder, places, shape of the labels
+
+
+_here = _Chosen()
 
 
 def apply_masked_token_head(model: torch.nn.Module, capacity: float | None = None) -> int:
@@ -145,20 +155,25 @@ class _PredictedOnly:
     def __call__(self, stock: Any) -> Any:
         def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             labels = kwargs.get("labels")
-            if not model.training or labels is None or labels.dim() != 2:
+            if not model.training or labels is None or labels.dim() != 2 or _one_of_a_batch(labels):
                 return stock(model, *args, **kwargs)
             encoder, shape, labels = model.base_model, labels.shape, labels.flatten()
             places = _places(labels, self.capacity)
             if getattr(model, "sparse_prediction", False) and not len(places):
                 places = places.new_zeros(1)  # ModernBERT's own choice cannot reshape an empty batch; it takes none
-            setattr(encoder, _PLACES, (places, shape))
+            before, _here.now = _here.now, (encoder, places, shape)
             try:
                 kwargs["labels"] = labels[places][None]
                 return stock(model, *args, **kwargs)
             finally:
-                setattr(encoder, _PLACES, None)
+                _here.now = before
 
         return forward
+
+
+def _one_of_a_batch(labels: torch.Tensor) -> bool:
+    """Whether they may stand for many, as `vmap` has it (gradients of each sample), with other numbers to predict."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(labels)
 
 
 def _places(labels: torch.Tensor, capacity: float | None) -> torch.Tensor:
@@ -179,10 +194,9 @@ class _Gathers:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        asked = getattr(self, _PLACES, None)
-        if asked is None:
+        if _here.now is None or _here.now[0] is not self:
             return out
-        places, shape = asked
+        _, places, shape = _here.now
         if out[0].shape[:2] != shape:  # as ViLT's: an image's parts follow the words
             raise SpeedUpUnavailable(
                 f"MaskedTokenHead: {type(self).__name__} returns {tuple(out[0].shape[:2])} tokens for labels of "

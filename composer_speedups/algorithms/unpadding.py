@@ -38,7 +38,8 @@ holes (not ModernBERT's, MPNet's and DeBERTa's, which count what lies between tw
 a head reads the first position, and that is padding, the whole batch takes the stock forward pass. So do batches with
 `output_attentions`, `output_hidden_states`, head masks, `inputs_embeds`, masks that are not [rows, length] or hold
 other numbers than 0 and 1, with a warning once for each reason. Embeddings and layers must be transformers' own: others
-may want rows. Hooks on them see packed tokens, [tokens, width]: what scales each token works, what mixes rows does not.
+may want rows. Hooks on them see packed tokens, [tokens, width]: what scales each token works, what mixes rows does not;
+under the Hugging Face Trainer's `neftune_noise_alpha` the stock forward pass is taken.
 Your own pooler is given rows again, with zeros at padding. In a Trainer's `fit` and `eval` tokens are counted before
 the batch leaves the host; elsewhere, on CUDA, counting waits.
 

@@ -342,3 +342,20 @@ def test_computes_adafactor_on_cuda(foreach: bool) -> None:
     for p, expected in zip(params, float64_adafactor(start, 10, 1e-2, 0.1, False), strict=True):
         largest = max(1.0, expected.abs().max().item())
         torch.testing.assert_close(p.detach().cpu().double(), expected, rtol=0, atol=4 * 12 * EPS * largest)
+
+
+def test_a_schedule_of_the_momentum_is_refused_and_one_without_goes_on() -> None:
+    """What AdamW has of it Adafactor has not: the schedule's next step would end in a KeyError."""
+    for cycles in (True, False):
+        optimizer = torch.optim.AdamW(torch.nn.Linear(4, 4).parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9, cycle_momentum=cycles)
+        if cycles:
+            with pytest.raises(SpeedUpUnavailable, match="cycle_momentum=False"):
+                apply_adafactor(optimizer)
+            assert type(optimizer) is torch.optim.AdamW
+            continue
+        apply_adafactor(optimizer)
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] > rate

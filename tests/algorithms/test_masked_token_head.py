@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -98,7 +99,7 @@ def test_faulty_choices_fail(fault: str, monkeypatch) -> None:
 
         def reversed_order(self, *args, **kwargs):
             out = stock(self, *args, **kwargs)
-            if getattr(self, module._PLACES, None) is not None:
+            if module._here.now is not None:
                 out["last_hidden_state"] = out[0].flip(1)
             return out
 
@@ -191,6 +192,52 @@ def test_copies_and_pickles(unpadded: bool) -> None:
     shape = model(**batch).logits.shape
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other(**batch).logits.shape == shape == (1, int((batch["labels"] != -100).sum()), 128)
+
+
+def test_threads_may_share_a_model() -> None:
+    """Each thread waits inside of the encoder until the other is there, with other tokens to predict."""
+    model = masked_lm().train()
+    batches = [mlm_batch(), mlm_batch()]
+    batches[1]["labels"] = batches[1]["labels"].roll(1, 1)
+    expected = [model(**batch).loss for batch in batches]
+    assert abs(float((expected[0] - expected[1]).detach())) > 1e-3
+    apply_masked_token_head(model)
+    meet = threading.Barrier(2, timeout=60)
+    found = [None, None]
+
+    def wait(*_: object) -> None:
+        meet.wait()
+
+    model.base_model.embeddings.register_forward_pre_hook(wait)
+
+    def call(number: int) -> None:
+        found[number] = model(**batches[number]).loss
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(found, expected)
+
+
+def test_gradients_of_each_sample() -> None:
+    """By `vmap`, where one number of tokens stands for all: logits are for all of them, as without."""
+    model, batch = masked_lm().train(), mlm_batch()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    # One mask for all: of one a sample transformers 5 asks whether it is all ones, and 4.53 without any for padding.
+    mask = torch.ones_like(batch["input_ids"][:1])
+
+    def loss(parameters, ids, labels):
+        given = {"input_ids": ids[None], "attention_mask": mask, "labels": labels[None]}
+        return torch.func.functional_call(model, parameters, kwargs=given).loss
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+    given = batch["input_ids"], batch["labels"]
+    expected = each(parameters, *given)
+    apply_masked_token_head(model)
+    torch.testing.assert_close(each(parameters, *given), expected)
 
 
 def test_goes_together_with_unpadding() -> None:

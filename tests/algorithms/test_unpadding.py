@@ -465,3 +465,42 @@ def test_a_planted_fault_is_found(fault: str, family: str, monkeypatch) -> None:
         monkeypatch.setattr(Packing, "first", lambda self, x: x[: self.rows])
     with pytest.raises(AssertionError, match="close"):
         compare(stock, fast, head, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # with which torch.func's own derivatives are made
+def test_transforms_of_torch_func_take_the_stock_forward_pass() -> None:
+    stock, data = make(attn_implementation="eager").train(), batch("ForSequenceClassification")  # SDPA has no jvp
+    model = copy.deepcopy(stock)
+    apply_unpadding(model)
+    parameters = {name: p.detach() for name, p in stock.named_parameters()}
+
+    def loss_of(of: torch.nn.Module):
+        return lambda parameters: torch.func.functional_call(of, parameters, kwargs=data).loss
+
+    gradients = torch.func.grad(loss_of(stock))(parameters)
+    torch.testing.assert_close(torch.func.grad(loss_of(model))(parameters), gradients)
+    products = [torch.func.jvp(loss_of(of), (parameters,), (parameters,)) for of in (model, stock)]
+    torch.testing.assert_close(*products)
+    model(**data).loss.backward()
+    torch.testing.assert_close(model.classifier.weight.grad, gradients["classifier.weight"])
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "Esm"])
+def test_neftune_adds_as_much_noise_as_without(family: str) -> None:
+    """It divides by the root of the numbers of a row, which packed are those of the batch. Here all noise is 1."""
+
+    def noise(module: torch.nn.Module, given: tuple, out: torch.Tensor) -> torch.Tensor:
+        return out + module.neftune_noise_alpha / (out.shape[-2] * out.shape[-1]) ** 0.5
+
+    stock = make(family).train()
+    words, data = stock.get_input_embeddings(), labelled(family, "ForSequenceClassification")
+    words.register_forward_hook(noise)
+    words.neftune_noise_alpha = 50.0
+    model = copy.deepcopy(stock)
+    apply_unpadding(model)
+    torch.testing.assert_close(model(**data).logits, stock(**data).logits)
+    model.get_input_embeddings().neftune_noise_alpha = 0.0  # switched off: packed again, as a hook sees
+    seen = []
+    model.get_input_embeddings().register_forward_hook(lambda module, given, out: seen.append(given[0].numel()))
+    model(**data)
+    assert len(seen) == 1 and seen[0] < data["input_ids"].numel()
