@@ -66,7 +66,7 @@ def apply_adafactor(optimizer: Optimizer, *, scale_parameter: bool = False, fore
 
     Raises:
         SpeedUpUnavailable: the optimizer is no AdamW, or uses what Adafactor has not (amsgrad, differentiable, fp16
-            parameters).
+            parameters, a momentum that its schedule cycles).
 
     >>> import torch
     >>> layer = torch.nn.Linear(64, 64)
