@@ -45,15 +45,9 @@ def waited(events: Iterable[Any], thread: int) -> Mapping[int, float]:
     return found
 
 
-def alone(events: Iterable[Any], since: float) -> float:
-    """Microseconds in which the GPU had kernels of exchanges and no others, of those that began at `since` or later."""
-    kernels = [
-        e
-        for e in events
-        if e.device_type == DeviceType.CUDA
-        and e.time_range.start >= since
-        and not getattr(e, "is_user_annotation", False)
-    ]
+def alone(events: Iterable[Any]) -> float:
+    """Microseconds in which the GPU had kernels of exchanges and no others."""
+    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
     exchanges = _joined(_span(e) for e in kernels if is_exchange(e.name))
     return _length(_without(exchanges, _joined(_span(e) for e in kernels if not is_exchange(e.name))))
 

@@ -21,6 +21,7 @@ from composer.utils import dist
 from composer_speedups.algorithms.unpadding import Unpadding
 from composer_speedups.compilation import compile_statistics
 from composer_speedups.ddp import bucket_bytes
+from composer_speedups.everyone import everyones
 from composer_speedups.gradient_buckets import gradients_at_most
 from composer_speedups.graphs import kernel_by_kernel
 from composer_speedups.kernels.attention_kernels import AttentionWatch
@@ -29,7 +30,7 @@ from composer_speedups.memory import predict
 from composer_speedups.memory_meters import SavedForBackward, tensor_bytes
 from composer_speedups.optimizers import describe
 from composer_speedups.profiling import StepProfiler
-from composer_speedups.results import NO_FUSED_KERNEL, RunResult
+from composer_speedups.results import NO_FUSED_KERNEL, NOT_TOLD, RunResult
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -150,7 +151,8 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
         Exception: where several ranks train together, whatever one of them has met.
     """
     model = trainer._original_model.model
-    typical = _of_slowest_rank(statistics.median(result.step_seconds) if result.step_seconds else 0.0, trainer.state)
+    # Of the slowest rank: all take as many steps, or one would wait for the others' gradients for good.
+    typical = max(everyones(statistics.median(result.step_seconds) if result.step_seconds else 0.0))
     steps = _STEPS if (_STEPS + 2) * typical < _PATIENCE else 1
     compiled = "torch_compile" in recipe.speedups
     probe = MemoryProbe()
@@ -161,7 +163,7 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
         with kernel_by_kernel():  # in a CUDA graph none of them would see a thing
             _more_steps(trainer, [probe, profiler, ran], profiler.skip + steps)
         # A rank's compiler would be in its own seconds, and in the others' that wait for it.
-        if not _of_slowest_rank(compile_statistics()["compile_seconds"] - before, trainer.state):
+        if not any(everyones(compile_statistics()["compile_seconds"] - before)):
             result.step_profile, result.step_profile_other = profiler.profile.seconds, profiler.profile.other
         result.memory = probe.kinds
         if probe.rows:
@@ -172,21 +174,12 @@ def look_inside(trainer: Trainer, recipe: Recipe, task: Task, result: RunResult)
         if dist.get_world_size() > 1:  # the other ranks wait for this one
             raise
         log.warning("where the time and memory of %s go cannot be told: %r", recipe.name, error, exc_info=True)
-        result.warnings.append(f"where time and memory go cannot be told: {type(error).__name__}: {error}")
+        result.warnings.append(f"{NOT_TOLD}: {type(error).__name__}: {error}")
     finally:
         probe.stop()
         profiler.stop()
         ran.stop()
         result.as_it_ran = ran.facts
-
-
-def _of_slowest_rank(seconds: float, state: State) -> float:
-    """The most that a rank has, by which all do the same: where one took more steps, it would wait for good."""
-    if dist.get_world_size() == 1:
-        return seconds
-    most = state.device.tensor_to_device(torch.tensor(seconds))
-    dist.all_reduce(most, "MAX")
-    return float(most)
 
 
 def _more_steps(trainer: Trainer, callbacks: list[Callback], steps: int) -> None:

@@ -168,15 +168,16 @@ def _mark_head(model: torch.nn.Module) -> list[Any]:
 def _summarise(events: Iterable[Any], device: torch.device, steps: int) -> StepProfile:
     """By kind, the times of the profiler's events; microseconds of all steps become seconds of one."""
     everything = list(events)
+    root = next(event for event in everything if event.name == STEPS and event.device_type == DeviceType.CPU)
+    everything = [event for event in everything if event.time_range.start >= root.time_range.start]  # not the barrier
     events = [event for event in everything if event.device_type == DeviceType.CPU and not event.is_async]
-    root = next(event for event in events if event.name == STEPS)
     kind_of = kinds(events)
     seconds: dict[str, float] = defaultdict(float)
     unknown: Counter[str] = Counter()
     whole = root.cpu_time_total
     cuda = device.type == "cuda"
     waiting = {} if cuda else waited(everything, root.thread)
-    seconds["exchange"] = alone(everything, root.time_range.start) if cuda else sum(waiting.values())
+    seconds["exchange"] = alone(everything) if cuda else sum(waiting.values())
     for event in events:
         if cuda:
             spent = sum(kernel.duration for kernel in event.kernels if not is_exchange(kernel.name))

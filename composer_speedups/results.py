@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["INSIDE", "MEMORY_KINDS", "NO_FUSED_KERNEL", "Progress", "RunResult"]
+__all__ = ["INSIDE", "MEMORY_KINDS", "NOT_TOLD", "NO_FUSED_KERNEL", "Progress", "RunResult"]
 
 NO_FUSED_KERNEL = "no fused kernel"  # `as_it_ran["attention"]` where none of PyTorch's or of ours was seen
 
 MEMORY_KINDS = ("weights", "gradients", "buckets", "optimizer", "activations")  # buckets: only of several ranks
+NOT_TOLD = "where time and memory go cannot be told"  # how a run's warning of that begins
 # What `inspection.py` finds, of `RunResult`.
 INSIDE = ("as_it_ran", "step_profile", "step_profile_other", "memory", "memory_predicted")
 

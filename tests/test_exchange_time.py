@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from exchange_worker import LATE
 from torch.autograd import DeviceType
 
 from composer_speedups.exchange_time import alone, is_exchange, waited
 from composer_speedups.operator_kinds import INSIDE, STEPS
+from composer_speedups.profiling import _summarise
 
 
 def event(name: str, start: float, end: float, **more):
@@ -50,10 +52,18 @@ def test_kernels_beside_an_exchange_hide_it():
     compute = [kernel("gemm", 10, 30), kernel("gemm", 20, 35), kernel("gemm", 45, 60)]
     note = kernel("nccl:all_reduce", 0, 1000, is_user_annotation=True)
     everything = [reduce, gather, *compute, note, event("aten::mm", 0, 100)]
-    assert alone(everything, 0) == 10 + 10 + 10
-    assert alone(everything, 1) == 10, "the barrier before the steps is none of theirs"
-    assert alone(compute, 0) == 0
-    assert alone([gather], 0) == 10
+    assert alone(everything) == 10 + 10 + 10
+    assert alone(compute) == 0
+    assert alone([gather]) == 10
+    # As a profile of steps that begin at 1: the barrier before them, and what it called, is none of theirs.
+    root = event(STEPS, 1, 101, cpu_time_total=100)
+    before = event("c10d::barrier", 0, 1, self_cpu_time_total=1, kernels=[SimpleNamespace(name="fill", duration=7)])
+    for one in (root, before, *everything):
+        vars(one).update(
+            {"cpu_parent": None, "sequence_nr": -1, "fwd_thread": 0, "scope": 0, "kernels": []} | vars(one)
+        )
+    found = _summarise([before, root, *everything], torch.device("cuda"), 1)
+    assert found.seconds == pytest.approx({"exchange": 10e-6, "idle": 90e-6})
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,6 @@ def test_of_several_ranks_the_one_that_fails_ends_all(monkeypatch: pytest.Monkey
         raise RuntimeError("rank 1 has no memory")
 
     monkeypatch.setattr(inspection, "_more_steps", fail)
-    monkeypatch.setattr(inspection, "_of_slowest_rank", lambda seconds, state: seconds)
     monkeypatch.setattr(inspection, "dist", SimpleNamespace(get_world_size=lambda: 2))
     with pytest.raises(RuntimeError, match="rank 1 has no memory"):
         run(tiny("duration=3ba", "evaluate=false"), inspect=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_speedups.ablation.progress import Display
 from composer_speedups.ablation.store import Run
+from composer_speedups.results import NOT_TOLD
 from composer_speedups.verified import NOT_VERIFIED
 
 if TYPE_CHECKING:
@@ -45,12 +46,7 @@ class Afterwards:
         self._questions: list[_Question] = []
         if settings.inspect and settings.ranks > 1:  # one process looks inside itself at its run's end
             self._questions.append(
-                _Question(
-                    settings.entries.look_inside,
-                    "memory",
-                    "where time and memory go cannot be told",
-                    "looking where its time and memory go",
-                )
+                _Question(settings.entries.look_inside, "memory", NOT_TOLD, "looking where its time and memory go")
             )
         if settings.verify:
             self._questions.append(

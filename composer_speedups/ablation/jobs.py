@@ -126,18 +126,11 @@ def look_inside(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[
     """Where the time of a step of `payload["recipe"]` and the memory go, as `RunResult` has it: of a training of some
     steps, for nothing else. `payload`: as `train` has it.
     """
-    from composer_speedups.training import run
-
-    share_cores()
-    result = run(
-        _recipe(payload).short(_STEPS_BEFORE),
-        seed=payload["seed"],
-        report=lambda progress: report(asdict(progress)),
-        inspect=True,
-    )
-    if not result.memory:
-        raise TaskError(result.reason or "a training of some steps did not come to its end")
-    return {name: getattr(result, name) for name in INSIDE}
+    recipe = _recipe(payload).short(_STEPS_BEFORE).to_dict()
+    result = train(payload | {"recipe": recipe, "inspect": True}, report)
+    if not result["memory"]:
+        raise TaskError(result["reason"] or "a training of some steps did not come to its end")
+    return {name: result[name] for name in INSIDE}
 
 
 def share_cores() -> None:
