@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.harness import GRACE, keep_words
-from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.isolation.isolate import Isolation
 
 __all__ = ["Apart", "Failed", "Failures", "context_lost", "failed_before", "measure"]
 

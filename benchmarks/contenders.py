@@ -28,14 +28,14 @@ from composer.core import Callback
 
 from composer_speedups import registry
 from composer_speedups.compilation import compile_statistics, use_cache
-from composer_speedups.flops import model_flops
 from composer_speedups.holds import Hold
-from composer_speedups.measure import Measurement
-from composer_speedups.optimizers import split_off_no_decay
-from composer_speedups.packing import count_on_host, hand_over
-from composer_speedups.peak_memory import PeakMemory
+from composer_speedups.measurement.flops import model_flops
+from composer_speedups.measurement.measure import Measurement
+from composer_speedups.measurement.peak_memory import PeakMemory
+from composer_speedups.measurement.results import Progress
+from composer_speedups.optim.optimizers import split_off_no_decay
+from composer_speedups.packed.packing import count_on_host, hand_over
 from composer_speedups.recipes import Recipe
-from composer_speedups.results import Progress
 from composer_speedups.speedup import Stage, algorithm_passes
 from composer_speedups.tasks import build_model, build_task
 
@@ -143,7 +143,7 @@ def _loader(task: Any, job: Job) -> Any:
 def _ours(job: Job, kernels: str | None = None) -> Result:
     """This package, as `composer-speedups train` runs it; with `kernels`, its C code is compiled into that folder."""
     from composer_speedups.kernels import native
-    from composer_speedups.training import run
+    from composer_speedups.training.run import run
 
     if any(algorithm.slot == "batches" for algorithm in job.recipe.algorithms()):
         raise ValueError(f"{job.recipe.name} makes batches of its own: nobody else can do the same ones")

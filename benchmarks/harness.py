@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from composer_speedups.ablation.isolate import Isolation, Outcome
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import environment, hardware, summary
+from composer_speedups.isolation.isolate import Isolation, Outcome
 from composer_speedups.recipes import Recipe, load_recipe
 
 __all__ = [

@@ -28,8 +28,8 @@ from benchmarks.harness import (
     spread,
     times_run,
 )
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.hardware import hardware, matmul_peak, suite_section
+from composer_speedups.isolation.isolate import Isolation
 
 __all__ = ["DECIDING", "ENTRIES", "matmul_peak_of", "measure", "named", "table"]
 

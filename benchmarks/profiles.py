@@ -37,9 +37,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import contenders
 from benchmarks.harness import GRACE, TIMEOUT, begin, keep_words, large_enough, markdown, read
 from benchmarks.peers import ENTRIES, named
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.hardware import hardware, suite_section
+from composer_speedups.isolation.isolate import Isolation
 
 __all__ = [
     "Activity",

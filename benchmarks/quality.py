@@ -20,7 +20,7 @@ from typing import Any
 from composer_speedups.ablation.quality import QUALITY_CONFIDENCE, compare_quality
 from composer_speedups.ablation.store import Store
 from composer_speedups.errors import UserError
-from composer_speedups.recipe_schema import count_and_unit
+from composer_speedups.recipes.schema import count_and_unit
 
 __all__ = ["compare"]
 

@@ -51,7 +51,7 @@ _ENTRIES = Entries(train="benchmarks.verdicts:train", preload=(*PRELOAD, "benchm
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> Any:
     """A study's run, in a fresh process; the recipes named in `_SLEEPS` sleep in each step."""
     from composer_speedups.ablation import jobs
-    from composer_speedups.measure import Measurement
+    from composer_speedups.measurement.measure import Measurement
 
     share = _SLEEPS.get(payload["recipe"]["name"], 0.0)
     if share:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from composer_speedups.recipes import load_recipe as load_recipe
     from composer_speedups.registry import build as build
     from composer_speedups.speedup import algorithm_passes as algorithm_passes
-    from composer_speedups.verification import verify as verify
+    from composer_speedups.verification.verify import verify as verify
 
 __version__ = "0.1.0"
 

@@ -20,14 +20,14 @@ from typing import Annotated
 import typer
 
 from composer_speedups import __version__
-from composer_speedups.ablate_command import ABLATE_EXAMPLE, ablate
 from composer_speedups.collector import end_without_collecting
-from composer_speedups.doctor_command import DOCTOR_EXAMPLE, doctor
+from composer_speedups.commands.ablate import ABLATE_EXAMPLE, ablate
+from composer_speedups.commands.doctor import DOCTOR_EXAMPLE, doctor
+from composer_speedups.commands.recommend import RECOMMEND_EXAMPLE, recommend
+from composer_speedups.commands.report import REPORT_EXAMPLE, report
+from composer_speedups.commands.tune import TUNE_EXAMPLE, tune
+from composer_speedups.commands.verify import VERIFY_EXAMPLE, verify
 from composer_speedups.errors import UserError
-from composer_speedups.recommend_command import RECOMMEND_EXAMPLE, recommend
-from composer_speedups.report_command import REPORT_EXAMPLE, report
-from composer_speedups.tune_command import TUNE_EXAMPLE, tune
-from composer_speedups.verify_command import VERIFY_EXAMPLE, verify
 
 __all__ = ["app", "main"]
 
@@ -162,9 +162,9 @@ def recipes(
 ) -> None:
     """List the recipes, or print one resolved: every value with the file and line that it came from."""
     from composer_speedups.errors import RecipeError
-    from composer_speedups.recipe_files import suite_names
     from composer_speedups.recipes import load_recipe
-    from composer_speedups.suites import list_recipes
+    from composer_speedups.recipes.files import suite_names
+    from composer_speedups.recipes.suites import list_recipes
 
     if name is not None:
         if "=" in name and not os.path.exists(name):
@@ -194,8 +194,8 @@ def algorithms(
     """List the speed-ups, or print the method card of one: why it is faster, numerics, when it pays, needs."""
     from composer_speedups import registry
     from composer_speedups.errors import RecipeError
-    from composer_speedups.recipe_schema import nearest
-    from composer_speedups.recipe_yaml import show
+    from composer_speedups.recipes.schema import nearest
+    from composer_speedups.recipes.yaml import show
 
     keys = registry.keys()
     if name is not None:
@@ -229,11 +229,11 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.", min=0, max=2**32 - 1)] = None,
 ) -> int:
     """Train one recipe: a live line with loss, samples/s and accuracy, and a summary at the end."""
+    from composer_speedups.commands.train import train as run
     from composer_speedups.errors import RecipeError
-    from composer_speedups.recipe_schema import INTERVAL
-    from composer_speedups.recipe_yaml import show
     from composer_speedups.recipes import load_recipe
-    from composer_speedups.train_command import train as run
+    from composer_speedups.recipes.schema import INTERVAL
+    from composer_speedups.recipes.yaml import show
 
     if resume and save is None:
         raise RecipeError("--resume needs the folder to resume from: add --save DIR")
@@ -274,7 +274,7 @@ def convert_checkpoint(
     ] = None,
 ) -> None:
     """Rewrite the optimizer state in a checkpoint, so that another AdamW goes on with its moments."""
-    from composer_speedups import convert
+    from composer_speedups.optim import convert
 
     kept = convert.EMBEDDINGS if keep_32_bit is None else keep_32_bit
     done = convert.convert_checkpoint(

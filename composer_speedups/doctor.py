@@ -22,7 +22,7 @@ from composer_speedups.installed import is_installed, version
 
 if TYPE_CHECKING:
     from composer_speedups.fitting import Remedy
-    from composer_speedups.memory import Memory
+    from composer_speedups.measurement.memory import Memory
     from composer_speedups.recipes import Recipe
 
 __all__ = [
@@ -132,7 +132,7 @@ def memory_need(
         UserError: recipe or model cannot be had, or the model is none whose memory can be predicted.
     """
     from composer_speedups.fitting import what_fits
-    from composer_speedups.memory import free_memory, largest_batch, predict, rows_per_pass
+    from composer_speedups.measurement.memory import free_memory, largest_batch, predict, rows_per_pass
 
     chosen = _recipe_to_predict(model, recipe, batch, length)
     name = chosen.model.name

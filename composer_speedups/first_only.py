@@ -14,10 +14,10 @@ from composer_speedups.first_request import with_request
 from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
 from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.varlen_attention import varlen_attention
-from composer_speedups.packed_deberta import of_distances, scale_of
-from composer_speedups.packed_esm import esm_rotations, esm_turned
-from composer_speedups.packed_modernbert import rotations_of, turned
-from composer_speedups.packing import Packing
+from composer_speedups.packed.deberta import of_distances, scale_of
+from composer_speedups.packed.esm import esm_rotations, esm_turned
+from composer_speedups.packed.modernbert import rotations_of, turned
+from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import hooked
 
 __all__ = ["FirstOnly", "first_of"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from composer_speedups import registry
-from composer_speedups.memory import Memory
+from composer_speedups.measurement.memory import Memory
 from composer_speedups.recipes import Recipe
 from composer_speedups.speedup import conflict, contradicted
 

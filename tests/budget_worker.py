@@ -119,9 +119,9 @@ def main(folder: str) -> None:
 
 def measured() -> dict[str, Any]:
     """A recipe's run: what it reports of samples."""
+    from composer_speedups.measurement.results import Progress
     from composer_speedups.recipes import load_recipe
-    from composer_speedups.results import Progress
-    from composer_speedups.training import run
+    from composer_speedups.training.run import run
 
     said: list[Progress] = []
     result = run(load_recipe("demo/fp32", SMALL), report=said.append)

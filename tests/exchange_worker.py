@@ -23,7 +23,7 @@ from composer_speedups import (
     apply_gradient_as_bucket_view,
     apply_gradient_compression,
 )
-from composer_speedups.profiling import profiled
+from composer_speedups.measurement.profiling import profiled
 
 LATE = 0.5  # seconds
 SHARES = (1.0, -0.37, 2.5)  # by rank: what its gradients are multiplied with

@@ -31,7 +31,7 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     import torch
 
     from composer_speedups.recipes import load_recipe
-    from composer_speedups.training import run
+    from composer_speedups.training.run import run
 
     torch.set_num_threads(1)  # other threads would need address space of their own
     began = time.monotonic()

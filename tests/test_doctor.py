@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AlbertConfig, BertConfig, DistilBertConfig, GPT2Config, PretrainedConfig, ViTConfig
 
-from composer_speedups import hardware, memory, registry
+from composer_speedups import hardware, registry
 from composer_speedups.cli import main
 from composer_speedups.doctor import capabilities, examine, memory_need, sizes
+from composer_speedups.measurement import memory
 from composer_speedups.recipes import load_recipe
-from composer_speedups.training import run as train
+from composer_speedups.training.run import run as train
 
 # A size rounded to nothing, which says nothing: "0.00 GiB", not the end of "20.00 GiB".
 NOTHING = re.compile(r"(?<![\d,.])0\.00 ")

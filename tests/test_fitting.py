@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from composer_speedups import memory
 from composer_speedups.cli import main
 from composer_speedups.fitting import what_fits
-from composer_speedups.memory import Memory, predict
+from composer_speedups.measurement import memory
+from composer_speedups.measurement.memory import Memory, predict
 from composer_speedups.recipes import Recipe, load_recipe
 
 RELEASE, CHECKPOINT, EIGHT = "gradient_release", "gradient_checkpointing", "adamw_8bit"

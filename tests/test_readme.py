@@ -14,8 +14,8 @@ from typer.main import get_command
 
 from composer_speedups import registry
 from composer_speedups.cli import app
-from composer_speedups.recipe_files import suite_names
 from composer_speedups.recipes import load_recipe
+from composer_speedups.recipes.files import suite_names
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -51,7 +51,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
 
 def trial(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:
     from composer_speedups.errors import OutOfMemory
-    from composer_speedups.recipe_schema import in_samples
+    from composer_speedups.recipes.schema import in_samples
 
     recipe, seed = payload["recipe"], payload["seed"]
     batch, rate = recipe["batch_size"], recipe["learning_rate"]

@@ -20,7 +20,7 @@ import composer_speedups as cs
 from composer_speedups import registry
 from composer_speedups.algorithms import token_budget_batches
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.verification import verify
+from composer_speedups.verification.verify import verify
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.AdamW:

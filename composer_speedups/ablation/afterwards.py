@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from composer_speedups.ablation.progress import Display
 from composer_speedups.ablation.store import Run
-from composer_speedups.results import NOT_TOLD
-from composer_speedups.verified import NOT_VERIFIED
+from composer_speedups.measurement.results import NOT_TOLD
+from composer_speedups.verification.findings import NOT_VERIFIED
 
 if TYPE_CHECKING:
     from composer_speedups.ablation.work import Work

@@ -14,8 +14,8 @@ from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.store import Run
 from composer_speedups.ablation.words import flaw
-from composer_speedups.operator_kinds import KINDS
-from composer_speedups.results import MEMORY_KINDS
+from composer_speedups.measurement.operator_kinds import KINDS
+from composer_speedups.measurement.results import MEMORY_KINDS
 
 __all__ = ["charts", "pareto", "shares"]
 

@@ -9,7 +9,7 @@ from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, compare_speed
-from composer_speedups.recipe_schema import DESCRIPTIVE
+from composer_speedups.recipes.schema import DESCRIPTIVE
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,7 +21,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from composer_speedups.errors import UserError
-from composer_speedups.results import RunResult
+from composer_speedups.measurement.results import RunResult
 
 __all__ = ["SEAL", "Database", "StoreError", "dump", "run_digest"]
 

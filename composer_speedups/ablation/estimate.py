@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import OPEN, Run
-from composer_speedups.recipe_schema import in_samples
+from composer_speedups.recipes.schema import in_samples
 from composer_speedups.tasks.files import about_rows
 from composer_speedups.tasks.known_models import described
 

@@ -29,7 +29,7 @@ from composer_speedups.ablation.pairs import apart, by_seed
 from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, Noise, compare_speed, pooled_noise
 from composer_speedups.ablation.store import Run
-from composer_speedups.recipe_schema import DESCRIPTIVE
+from composer_speedups.recipes.schema import DESCRIPTIVE
 
 __all__ = ["Interaction", "interactions", "sentence"]
 

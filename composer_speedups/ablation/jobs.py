@@ -9,12 +9,13 @@ from typing import Any
 
 from composer_speedups import hardware
 from composer_speedups.errors import ConflictError, TaskError, UserError, first_line
+from composer_speedups.isolation.ranks import share_cores
+from composer_speedups.measurement.results import INSIDE, Progress
 from composer_speedups.recipes import Recipe, check_speedups
-from composer_speedups.results import INSIDE, Progress
 from composer_speedups.tasks.inputs import changed
-from composer_speedups.verified import samples_for
+from composer_speedups.verification.findings import samples_for
 
-__all__ = ["PRELOAD", "look_for", "look_inside", "share_cores", "survey", "train", "verify"]
+__all__ = ["PRELOAD", "look_for", "look_inside", "survey", "train", "verify"]
 
 # Imported once and shared by all runs. None of them may start a thread or touch CUDA.
 PRELOAD = (
@@ -22,8 +23,8 @@ PRELOAD = (
     "transformers",
     "transformers.models.bert.modeling_bert",
     "composer",
-    "composer_speedups.training",
-    "composer_speedups.inspection",
+    "composer_speedups.training.run",
+    "composer_speedups.measurement.inspection",
     "composer_speedups.ablation.jobs",
 )
 
@@ -94,7 +95,7 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     `payload["inspect"]`: also look where the time of a step and the memory go, when all is measured.
     `payload["inputs"]`: marks of what the run reads, which must be there still.
     """
-    from composer_speedups.training import run
+    from composer_speedups.training.run import run
 
     share_cores()
     return run(
@@ -112,7 +113,7 @@ def verify(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
     """
     from composer.utils import dist
 
-    from composer_speedups.verified_recipe import verify_recipe
+    from composer_speedups.verification.recipe import verify_recipe
 
     share_cores()
     say = lambda line: report(asdict(Progress("verify", message=line)))  # noqa: E731
@@ -131,15 +132,6 @@ def look_inside(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[
     if not result["memory"]:
         raise TaskError(result["reason"] or "a training of some steps did not come to its end")
     return {name: result[name] for name in INSIDE}
-
-
-def share_cores() -> None:
-    """Leave each rank of this machine its share of the cores."""
-    import torch
-    from composer.utils import dist
-
-    if (ranks := dist.get_world_size()) > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
 
 
 def _recipe(payload: dict[str, Any]) -> Recipe:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from composer_speedups.ablation.contention import NOTABLE
 from composer_speedups.ablation.store import Run
+from composer_speedups.isolation.contention import NOTABLE
 
 __all__ = ["apart", "by_seed", "undisturbed", "waited"]
 

@@ -21,7 +21,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import RecipeError
-from composer_speedups.recipe_schema import DESCRIPTIVE
+from composer_speedups.recipes.schema import DESCRIPTIVE
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe

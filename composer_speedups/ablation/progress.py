@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from composer_speedups.ablation.estimate import duration, remaining_seconds
-from composer_speedups.ablation.isolate import Outcome
 from composer_speedups.ablation.store import OPEN, Run
+from composer_speedups.isolation.isolate import Outcome
 
 __all__ = ["Display"]
 

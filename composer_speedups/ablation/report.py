@@ -15,7 +15,7 @@ from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.tables import COLUMNS, cell
 from composer_speedups.ablation.words import notes
-from composer_speedups.results import MEMORY_KINDS
+from composer_speedups.measurement.results import MEMORY_KINDS
 
 if TYPE_CHECKING:
     from composer_speedups.ablation.output import Findings

@@ -14,8 +14,8 @@ from composer_speedups.ablation.quality import compare_quality
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import Noise, Ratio, compare_speed, median_interval, pooled_noise
 from composer_speedups.ablation.store import OPEN, Run
-from composer_speedups.recipe_schema import DESCRIPTIVE
-from composer_speedups.results import INSIDE, NO_FUSED_KERNEL
+from composer_speedups.measurement.results import INSIDE, NO_FUSED_KERNEL
+from composer_speedups.recipes.schema import DESCRIPTIVE
 
 __all__ = ["build_rows", "precision", "speed_key"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_speedups.errors import RecipeError, UserError
-from composer_speedups.recipe_yaml import inline
+from composer_speedups.recipes.yaml import inline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,9 +23,9 @@ _PADDING = ("padding", "pad_to_multiple_of")
 def load_rows(what: list[str]) -> tuple[str, list[Recipe], str]:
     """Name, recipes and baseline of what was asked for: one suite, or recipes."""
     from composer_speedups import hardware
-    from composer_speedups.recipe_files import suite_names
     from composer_speedups.recipes import load_recipes
-    from composer_speedups.suites import load_suite
+    from composer_speedups.recipes.files import suite_names
+    from composer_speedups.recipes.suites import load_suite
 
     overrides = overrides_in(what)
     names = [word for word in what if "=" not in word]
@@ -106,8 +106,8 @@ def _is_suite_file(name: str) -> bool:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml") or not os.path.isfile(path):
         return False
-    from composer_speedups.recipe_yaml import read_file
-    from composer_speedups.suites import SUITE_SECTIONS
+    from composer_speedups.recipes.suites import SUITE_SECTIONS
+    from composer_speedups.recipes.yaml import read_file
 
     value = read_file(path, str(path)).value
     sections = [value, *(value[k].value for k in SUITE_SECTIONS if k in value)] if isinstance(value, dict) else []
@@ -140,9 +140,9 @@ def _outside(baseline: str, overrides: list[str]) -> Recipe:
 
     Those of a speed-up's arguments, and its removal, are for the recipes that have it.
     """
-    from composer_speedups.recipe_merge import COMMAND_LINE, SECTIONS
-    from composer_speedups.recipe_yaml import read_text
     from composer_speedups.recipes import load_recipe
+    from composer_speedups.recipes.merge import COMMAND_LINE, SECTIONS
+    from composer_speedups.recipes.yaml import read_text
 
     plain = load_recipe(baseline, check_arguments=False)
 
@@ -158,7 +158,7 @@ def _outside(baseline: str, overrides: list[str]) -> Recipe:
 
 def _as_long(recipe: Recipe, base: Recipe) -> bool:
     """Whether both train for the same duration, or as many samples, as far as whole batches allow."""
-    from composer_speedups.recipe_schema import count_and_unit, in_samples
+    from composer_speedups.recipes.schema import count_and_unit, in_samples
 
     if recipe.duration == base.duration:
         return True

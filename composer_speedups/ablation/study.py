@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from composer_speedups.ablation.aside import STORE, copied_aside
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.output import Findings, findings, write_all
 from composer_speedups.ablation.plan import interleave
@@ -21,6 +20,7 @@ from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.terminal import make_console
 from composer_speedups.ablation.work import Work, check_stored_ranks
 from composer_speedups.errors import UserError
+from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.tasks.inputs import marks, read_by
 
 __all__ = ["TIMEOUT", "Entries", "Settings", "Study", "StudyResult", "plan_study", "run_study"]

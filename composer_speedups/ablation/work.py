@@ -12,14 +12,14 @@ from rich.markup import escape
 from composer_speedups import hardware
 from composer_speedups.ablation.afterwards import Afterwards
 from composer_speedups.ablation.estimate import duration, expected_seconds, remaining_seconds
-from composer_speedups.ablation.isolate import Isolation, Outcome
-from composer_speedups.ablation.look import look
 from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.output import write_all
 from composer_speedups.ablation.progress import Display
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import LEASE_SECONDS, OPEN, WAITING, Run, Store, StoreError
 from composer_speedups.errors import UserError
+from composer_speedups.isolation.isolate import Isolation, Outcome
+from composer_speedups.isolation.look import look
 from composer_speedups.tasks.inputs import read_by
 
 if TYPE_CHECKING:

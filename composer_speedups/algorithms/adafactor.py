@@ -40,10 +40,10 @@ from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_flag
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.optimizer_loading import Loading, another_way, source
-from composer_speedups.optimizer_speedup import OptimizerSpeedUp, sizes
-from composer_speedups.optimizer_states import read_moments
-from composer_speedups.optimizers import become, describe, refuse_other, torch_groups
+from composer_speedups.optim.loading import Loading, another_way, source
+from composer_speedups.optim.optimizers import become, describe, refuse_other, torch_groups
+from composer_speedups.optim.speedup import OptimizerSpeedUp, sizes
+from composer_speedups.optim.states import read_moments
 
 __all__ = ["Adafactor", "apply_adafactor"]
 

@@ -27,9 +27,9 @@ import torch
 from torch.optim import Optimizer
 
 from composer_speedups.arguments import check_count, check_flag
-from composer_speedups.bnb import NO_FSDP, become_bnb
-from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes
-from composer_speedups.optimizer_states import BLOCK_SIZE, MIN_8BIT_SIZE
+from composer_speedups.optim.bnb import NO_FSDP, become_bnb
+from composer_speedups.optim.speedup import OptimizerSpeedUp, adamw_state_bytes
+from composer_speedups.optim.states import BLOCK_SIZE, MIN_8BIT_SIZE
 
 __all__ = ["AdamW8bit", "apply_adamw_8bit"]
 

@@ -26,8 +26,8 @@ import torch
 from torch.optim import Optimizer
 
 from composer_speedups.errors import SpeedUpUnavailable
-from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes
-from composer_speedups.optimizers import become, refuse_other, refuse_unsupported, torch_groups
+from composer_speedups.optim.optimizers import become, refuse_other, refuse_unsupported, torch_groups
+from composer_speedups.optim.speedup import OptimizerSpeedUp, adamw_state_bytes
 
 __all__ = ["ApexFusedAdamW", "apply_apex_fused_adamw"]
 

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from composer_speedups.bnb import NO_FSDP, become_bnb
-from composer_speedups.optimizer_speedup import OptimizerSpeedUp, adamw_state_bytes
+from composer_speedups.optim.bnb import NO_FSDP, become_bnb
+from composer_speedups.optim.speedup import OptimizerSpeedUp, adamw_state_bytes
 
 __all__ = ["BnbAdamW", "apply_bnb_adamw"]
 

@@ -58,12 +58,12 @@ from composer_speedups.arguments import check_choice, check_count
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import GRAPHED, MODERNBERT, layers_of, stack_of
 from composer_speedups.first_request import asked_for_first
-from composer_speedups.graphed_model import can_be_whole, known_loss, read_on_host, total_of
-from composer_speedups.graphs import Graphs, all_modules
-from composer_speedups.packing import Packing
+from composer_speedups.graphs.model import can_be_whole, known_loss, read_on_host, total_of
+from composer_speedups.graphs.replay import Graphs, all_modules
+from composer_speedups.graphs.unrecordable import unrecordable
+from composer_speedups.packed.packing import Packing
 from composer_speedups.speedup import SpeedUp, Stage, warn
 from composer_speedups.surgery import having, mix_in
-from composer_speedups.unrecordable import unrecordable
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from composer_speedups.optimizer_speedup import OptimizerSpeedUp, sizes
-from composer_speedups.optimizers import become_torch
+from composer_speedups.optim.optimizers import become_torch
+from composer_speedups.optim.speedup import OptimizerSpeedUp, sizes
 
 __all__ = ["ForeachAdamW", "apply_foreach_adamw"]
 

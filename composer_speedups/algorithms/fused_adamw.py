@@ -23,8 +23,8 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from composer_speedups.optimizer_speedup import OptimizerSpeedUp
-from composer_speedups.optimizers import become_torch
+from composer_speedups.optim.optimizers import become_torch
+from composer_speedups.optim.speedup import OptimizerSpeedUp
 
 __all__ = ["FusedAdamW", "apply_fused_adamw"]
 

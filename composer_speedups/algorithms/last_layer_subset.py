@@ -40,7 +40,7 @@ from composer_speedups.families import (
 )
 from composer_speedups.first_only import FirstOnly, first_of
 from composer_speedups.first_request import ask
-from composer_speedups.packed_modernbert import window_of
+from composer_speedups.packed.modernbert import window_of
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, mix_in, stock_forward
 

@@ -37,7 +37,7 @@ from composer.loggers import Logger
 from torch.utils.data import DataLoader
 
 from composer_speedups.arguments import check_count
-from composer_speedups.batching import (
+from composer_speedups.batches.batching import (
     LengthGroupedSampler,
     check_loader,
     padding_share,
@@ -46,7 +46,7 @@ from composer_speedups.batching import (
     seed_of,
     sharing,
 )
-from composer_speedups.resumed_batches import KeepsPlan, warn_of_other_batches
+from composer_speedups.batches.resumed import KeepsPlan, warn_of_other_batches
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["LengthGroupedBatches", "apply_length_grouped_batches"]

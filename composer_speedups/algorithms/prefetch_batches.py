@@ -31,7 +31,7 @@ from composer.devices import Device
 from composer.loggers import Logger
 from torch.utils.data import DataLoader
 
-from composer_speedups.packing import count_on_host, hand_over
+from composer_speedups.packed.packing import count_on_host, hand_over
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["PrefetchBatches", "apply_prefetch_batches"]

@@ -44,11 +44,18 @@ from composer.loggers import Logger
 from torch.utils.data import DataLoader
 
 from composer_speedups.arguments import check_choice, check_count
-from composer_speedups.batching import TokenBudgetSampler, check_loader, rebuild, sample_lengths, seed_of, sharing
+from composer_speedups.batches.batching import (
+    TokenBudgetSampler,
+    check_loader,
+    rebuild,
+    sample_lengths,
+    seed_of,
+    sharing,
+)
+from composer_speedups.batches.resumed import KeepsPlan, check_resumed
+from composer_speedups.batches.weighting import labelled, of_tokens, trainer_weighs_tokens, weigh
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.resumed_batches import KeepsPlan, check_resumed
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.weighting import labelled, of_tokens, trainer_weighs_tokens, weigh
 
 __all__ = ["TokenBudgetBatches", "apply_token_budget_batches"]
 

@@ -73,17 +73,17 @@ from composer_speedups.families import (
     stack_of,
 )
 from composer_speedups.kernels.attention_trial import Trials
-from composer_speedups.packed_bert import pack_bert
-from composer_speedups.packed_deberta import pack_deberta
-from composer_speedups.packed_distilbert import pack_distilbert
-from composer_speedups.packed_encoder import PackedAttention, PackedEncoder
-from composer_speedups.packed_esm import pack_esm
-from composer_speedups.packed_modernbert import pack_modernbert
-from composer_speedups.packed_mpnet import pack_mpnet
-from composer_speedups.packing import count_on_host, hand_over, labels_at_padding
+from composer_speedups.packed.bert import pack_bert
+from composer_speedups.packed.deberta import pack_deberta
+from composer_speedups.packed.distilbert import pack_distilbert
+from composer_speedups.packed.encoder import PackedAttention, PackedEncoder
+from composer_speedups.packed.esm import pack_esm
+from composer_speedups.packed.modernbert import pack_modernbert
+from composer_speedups.packed.mpnet import pack_mpnet
+from composer_speedups.packed.packing import count_on_host, hand_over, labels_at_padding
+from composer_speedups.packed.unpaddable import owners_in, why_not
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked
-from composer_speedups.unpaddable import owners_in, why_not
 
 __all__ = ["Unpadding", "apply_unpadding"]
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.errors import UserError
-from composer_speedups.recipe_schema import count_and_unit
+from composer_speedups.isolation.isolate import Isolation
+from composer_speedups.recipes.schema import count_and_unit
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe

@@ -13,15 +13,15 @@ from rich.console import Console
 
 from composer_speedups.ablation.aside import STORE
 from composer_speedups.ablation.estimate import duration
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
-from composer_speedups.ablation.look import look
 from composer_speedups.ablation.output import Findings, findings
 from composer_speedups.ablation.statistics import CONFIDENCE
 from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.study import Entries, Settings, Study, run_study
 from composer_speedups.errors import UserError
-from composer_speedups.recipe_schema import in_samples
+from composer_speedups.isolation.isolate import Isolation
+from composer_speedups.isolation.look import look
+from composer_speedups.recipes.schema import in_samples
 from composer_speedups.recommend.budget import LEAST, Budget
 from composer_speedups.recommend.choice import PLAIN, Answer, answer, final_rows, made, screen, screening_rows
 from composer_speedups.recommend.stored import check_machine, plain_failed, planned_seeds, stored_rows

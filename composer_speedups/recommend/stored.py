@@ -16,8 +16,8 @@ from composer_speedups import hardware
 from composer_speedups.ablation.aside import STORE
 from composer_speedups.ablation.store import BAD, Store
 from composer_speedups.errors import UserError
-from composer_speedups.recipe_files import NOT_INHERITED
-from composer_speedups.recipe_schema import explain
+from composer_speedups.recipes.files import NOT_INHERITED
+from composer_speedups.recipes.schema import explain
 from composer_speedups.recommend.choice import PLAIN
 
 if TYPE_CHECKING:

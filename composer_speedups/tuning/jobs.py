@@ -28,7 +28,7 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         As the survey of a study, and `samples`: in the training set; `memory`: predicted peak by batch size (empty
         where it cannot be predicted).
     """
-    from composer_speedups.memory import predict
+    from composer_speedups.measurement.memory import predict
     from composer_speedups.tasks import build_task
 
     recipe = payload["recipe"]

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from composer_speedups.ablation.estimate import seconds_per_sample
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plans import WITHOUT
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import NothingFits, RecipeError, SpeedUpUnavailable, UserError
+from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.tasks.inputs import Mark, changed, marks, read_by
 from composer_speedups.tuning.search import BATCH_TRIES
 from composer_speedups.tuning.settings import Settings
@@ -44,8 +44,8 @@ def tune_rows(
     The tuned recipes are files in `folder`; those that are there already are not made again. What cannot run on this
     machine, or fits in no batch, stays as it is: the study says why.
     """
-    from composer_speedups.recipe_files import recipe_names
     from composer_speedups.recipes import load_recipe
+    from composer_speedups.recipes.files import recipe_names
 
     console = console or Console()
     names = {recipe.name for recipe in recipes}

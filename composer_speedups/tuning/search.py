@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import NothingFits
-from composer_speedups.recipe_schema import count_and_unit
+from composer_speedups.recipes.schema import count_and_unit
 from composer_speedups.tuning import batch as batches
 from composer_speedups.tuning import rate as rates
 from composer_speedups.tuning.evidence import batch_lines, batch_reason

@@ -1,4 +1,4 @@
-"""The batch sizes worth trying, and the one to begin with: where memory should end, as `memory.py` predicts it."""
+"""The batch sizes worth trying, and the one to begin with: where memory should end by prediction."""
 
 from __future__ import annotations
 

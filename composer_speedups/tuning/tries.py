@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from composer_speedups import registry
 from composer_speedups.ablation.estimate import seconds_per_sample
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD
-from composer_speedups.ablation.look import look
-from composer_speedups.ablation.ranks import together
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.hardware import hardware, peaks_at_work, summary
-from composer_speedups.recipe_schema import in_samples
+from composer_speedups.isolation.isolate import Isolation
+from composer_speedups.isolation.look import look
+from composer_speedups.isolation.ranks import together
+from composer_speedups.recipes.schema import in_samples
 from composer_speedups.tasks.inputs import Mark
 from composer_speedups.tuning.progress import Display
 from composer_speedups.tuning.record import Record
@@ -48,7 +48,7 @@ class Tries:
         facts: of the machine.
         machine: it, and the ranks, in words.
         samples: that the recipe's task has for training.
-        predicted: batch size -> peak of a rank's memory in bytes, as `memory.py` has it; empty where it is not known.
+        predicted: batch size -> peak of a rank in bytes, as `memory.predict` has it; empty where it is not known.
         seconds_per_sample: as the matmul peak suggests; 0 where that is not known.
         cuda: whether tries run on a GPU.
         limit: bytes that a rank of a try may take; None where the machine's memory is not known.

@@ -12,10 +12,10 @@ from rich.markup import escape
 
 from composer_speedups import hardware, registry
 from composer_speedups.ablation.estimate import duration
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import ConflictError, UserError
-from composer_speedups.recipe_schema import DESCRIPTIVE
+from composer_speedups.isolation.isolate import Isolation
+from composer_speedups.recipes.schema import DESCRIPTIVE
 from composer_speedups.tasks.inputs import marks, read_by
 from composer_speedups.tuning.progress import Display
 from composer_speedups.tuning.rate import optuna_or_error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import UserError
 from composer_speedups.files import whole
-from composer_speedups.recipe_yaml import Item, Where, dump
+from composer_speedups.recipes.yaml import Item, Where, dump
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -54,7 +54,7 @@ def _check_place(path: Path) -> None:
 
 def extends_as(asked: str, out: Path) -> str:
     """How a recipe at `out` names the one that was asked for: a shipped one by its name, a file by its path."""
-    from composer_speedups.recipe_files import recipe_names
+    from composer_speedups.recipes.files import recipe_names
 
     matches = [name for name in recipe_names() if asked in (name, name.rpartition("/")[2])]
     if asked in recipe_names() or (len(matches) == 1 and not asked.endswith((".yaml", ".yml"))):
@@ -91,8 +91,8 @@ def write_recipe(
         overwrite: replace a file that is there.
         name: of the recipe, if not the file's.
     """
-    from composer_speedups.recipe_files import NOT_INHERITED
     from composer_speedups.recipes import load_recipe
+    from composer_speedups.recipes.files import NOT_INHERITED
 
     wanted = {key: value for key, value in recipe.to_dict().items() if key not in NOT_INHERITED}
     head: dict[str, Any] = {"name": name} if name else {}

@@ -53,7 +53,7 @@ def train_with_a_fault(payload: dict[str, Any], report: Any) -> dict[str, Any]:
     from composer.models import HuggingFaceModel
 
     from composer_speedups.recipes import load_recipe
-    from composer_speedups.training import run
+    from composer_speedups.training.run import run
 
     own, passes = HuggingFaceModel.forward, []
 

@@ -18,8 +18,8 @@ from composer_speedups.ablation import study, work
 from composer_speedups.ablation.selection import check_trainings
 from composer_speedups.ablation.store import Store
 from composer_speedups.cli import main
-from composer_speedups.recipe_files import suite_names
-from composer_speedups.suites import SUITE_SECTIONS, load_suite
+from composer_speedups.recipes.files import suite_names
+from composer_speedups.recipes.suites import SUITE_SECTIONS, load_suite
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +305,7 @@ def test_the_parent_stays_free_of_torch():
     import subprocess
 
     code = (
-        "import sys, composer_speedups.ablate_command, composer_speedups.ablation.study; "
+        "import sys, composer_speedups.commands.ablate, composer_speedups.ablation.study; "
         "from composer_speedups.ablation.selection import load_rows; load_rows(['demo/fp32']); "
         "print(sorted({'torch', 'composer', 'transformers'} & sys.modules.keys()))"
     )

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_speedups.ablation import contention
-from composer_speedups.ablation.contention import Contention
-from composer_speedups.ablation.isolate import Isolation
+from composer_speedups.isolation import contention
+from composer_speedups.isolation.contention import Contention
+from composer_speedups.isolation.isolate import Isolation
 
 if not os.path.exists("/proc/self/schedstat"):
     pytest.skip("this system does not count how long threads wait for a core", allow_module_level=True)

@@ -7,10 +7,10 @@ import os
 import fakes
 import pytest
 
-from composer_speedups.ablation.isolate import CannotStart, Isolation, ServerEnded
-from composer_speedups.ablation.presence import Presence
-from composer_speedups.ablation.worker import classify
 from composer_speedups.errors import OutOfMemory, SpeedUpUnavailable, TaskError
+from composer_speedups.isolation.isolate import CannotStart, Isolation, ServerEnded
+from composer_speedups.isolation.presence import Presence
+from composer_speedups.isolation.worker import classify
 
 WELL = {"recipe": fakes.Recipe("base").to_dict(), "seed": 17}
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_speedups import hardware, training
+from composer_speedups import hardware
 from composer_speedups.ablation.jobs import survey, train, verify
 from composer_speedups.algorithms import mixed_precision
 from composer_speedups.errors import TaskError
+from composer_speedups.measurement.results import RunResult
 from composer_speedups.recipes import Recipe, load_recipe
-from composer_speedups.results import RunResult
 from composer_speedups.tasks.inputs import data_of, marks
+from composer_speedups.training import run as training
 
 
 def look(*recipes: Recipe, planned: bool = False) -> dict:

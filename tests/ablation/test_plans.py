@@ -9,7 +9,7 @@ import pytest
 from composer_speedups.ablation.plans import equal_batch, expand, root
 from composer_speedups.errors import RecipeError
 from composer_speedups.recipes import Recipe, load_recipe
-from composer_speedups.suites import load_suite
+from composer_speedups.recipes.suites import load_suite
 
 TRUE_FP32 = {"matmul_precision": {"precision": "highest"}}
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import fakes
 
-from composer_speedups.ablation import presence
-from composer_speedups.ablation.isolate import Isolation
-from composer_speedups.ablation.presence import Presence
+from composer_speedups.isolation import presence
+from composer_speedups.isolation.isolate import Isolation
+from composer_speedups.isolation.presence import Presence
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from composer_speedups.ablation.presence import Presence
+from composer_speedups.isolation.presence import Presence
 with Presence(Path(sys.argv[1])):
     print("here", flush=True)
     time.sleep(60)

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from composer_speedups.ablation.isolate import CannotStart, Isolation, Outcome
-from composer_speedups.ablation.ranks import check_ranks
 from composer_speedups.errors import UserError
 from composer_speedups.hardware import same_machine
+from composer_speedups.isolation.isolate import CannotStart, Isolation, Outcome
+from composer_speedups.isolation.ranks import check_ranks
 
 
 @pytest.fixture(scope="module")

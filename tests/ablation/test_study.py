@@ -23,13 +23,13 @@ from small_disk import small_disk
 
 from composer_speedups import hardware
 from composer_speedups.ablation.afterwards import Afterwards
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.plan import interleave
 from composer_speedups.ablation.row import Row, RowRun
 from composer_speedups.ablation.store import Store, StoreError
 from composer_speedups.ablation.study import Settings, Study, run_study
 from composer_speedups.cli import main
 from composer_speedups.errors import UserError
+from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.tasks.inputs import changed
 
 SCRIPT = """
@@ -259,7 +259,7 @@ def test_the_log_of_a_run_is_kept(everything):
 
 
 def test_no_process_is_left(everything):
-    assert not set(processes("composer_speedups.ablation.worker")) & set(_children(os.getpid()))
+    assert not set(processes("composer_speedups.isolation.worker")) & set(_children(os.getpid()))
 
 
 def test_the_same_command_repeats_nothing(tmp_path: Path):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from composer_speedups.ablation.aside import STORE
-from composer_speedups.ablation.isolate import Isolation
 from composer_speedups.ablation.jobs import PRELOAD, survey, train
 from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.study import Settings, Study, run_study
 from composer_speedups.cli import main
 from composer_speedups.errors import UserError
+from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.recipes import load_recipe
 
 TASK = "task={name: dummy, max_length: 32, mean_length: 16, vocabulary: 256, train_samples: 64, eval_samples: 16}"

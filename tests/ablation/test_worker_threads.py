@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from composer_speedups.ablation import worker
+from composer_speedups.isolation import worker
 
 PROBE = """
 import os

@@ -207,7 +207,7 @@ def test_reuse_is_refused_beside_train_metrics(make_trainer) -> None:
 
 def test_a_dry_run_counts_with_the_stock_loss() -> None:
     """The kernel needs numbers: `memory.predict` says that it was left out, and how much the stock loss keeps."""
-    from composer_speedups.memory import predict
+    from composer_speedups.measurement.memory import predict
     from composer_speedups.recipes import load_recipe
 
     small = ["model.pretrained=false", "batch_size=4", "task.max_length=32", "model.config={num_hidden_layers: 1}"]

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from composer_speedups import Adafactor, FusedAdamW, apply_adafactor, apply_adamw_8bit, apply_bnb_adamw
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.memory_meters import tensor_bytes
+from composer_speedups.measurement.memory_meters import tensor_bytes
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -140,7 +140,7 @@ def test_state_is_measured_to_be_a_row_and_a_column(tiny_bert) -> None:
     assert bytes_of(apply_adafactor) == steps + 4 * sum(sum(p.shape) for p in matrices) + 4 * sum(
         p.numel() for p in vectors
     )
-    # Here matrices are tiny: 32 x 32. Of BERT-large's 335 million weights it is 1/900 (tests/test_memory.py).
+    # Here matrices are tiny: 32 x 32. Of BERT-large's 335 million weights it is 1/900 (`test_memory.py`).
     assert bytes_of(apply_adafactor) < bytes_of(lambda o: apply_adamw_8bit(o, embeddings_32bit=False)) / 2
     assert bytes_of(apply_adafactor) < bytes_of() / 10
 

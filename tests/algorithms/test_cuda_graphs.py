@@ -31,12 +31,12 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms import cuda_graphs
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.graphs import Graphs, kernel_by_kernel
+from composer_speedups.graphs.recording import Memory
+from composer_speedups.graphs.replay import Graphs, kernel_by_kernel
 from composer_speedups.kernels import dropout_add_norm
-from composer_speedups.memory import predict
+from composer_speedups.measurement.memory import predict
 from composer_speedups.recipes import load_recipe
-from composer_speedups.recording import Memory
-from composer_speedups.training import run
+from composer_speedups.training.run import run
 
 FAMILIES = ["Bert", "Roberta", "Electra", "DistilBert"]
 HEADS = ["SequenceClassification", "TokenClassification", "MaskedLM"]
@@ -389,7 +389,7 @@ def test_out_of_memory_is_passed_on(monkeypatch: pytest.MonkeyPatch, where: str)
     model(**large).loss.backward()
     with monkeypatch.context() as patch:
         if where == "PyTorch's allocator":
-            patch.setattr("composer_speedups.graphs.Recorded", full)
+            patch.setattr("composer_speedups.graphs.replay.Recorded", full)
         else:
             patch.setattr(torch.cuda.CUDAGraph, "capture_end", full_in_the_end)
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
@@ -507,7 +507,7 @@ def test_a_changed_model_is_recorded_anew(change: str) -> None:
 @pytest.mark.gpu
 def test_layers_that_change_all_the_time_are_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that take turns, say, and a model that loses a layer."""
-    monkeypatch.setattr("composer_speedups.graphs._CHANGES", 2)
+    monkeypatch.setattr("composer_speedups.graphs.replay._CHANGES", 2)
     model, batch = packed(model_of().cuda()), {k: x.cuda() for k, x in batch_of(1).items()}
     apply_cuda_graphs(model)
     for step in range(12):

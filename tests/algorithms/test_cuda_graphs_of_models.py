@@ -22,9 +22,9 @@ from composer_speedups import (
     apply_unpadding,
 )
 from composer_speedups.errors import ConflictError
-from composer_speedups.fixed_total import FixedTotal, fixed_total, total_fixed
-from composer_speedups.graphs import Total
-from composer_speedups.packing import Packing
+from composer_speedups.graphs.replay import Total
+from composer_speedups.packed.fixed_total import FixedTotal, fixed_total, total_fixed
+from composer_speedups.packed.packing import Packing
 
 
 def test_where_tokens_are_is_the_same_on_the_device() -> None:

@@ -16,10 +16,10 @@ from test_cuda_graphs import batch_of, graphs_of, model_of, packed
 from torch.nn.utils import parametrize
 
 from composer_speedups import CUDAGraphs, apply_cuda_graphs
-from composer_speedups.cast_together import linear_weights
 from composer_speedups.errors import ConflictError
-from composer_speedups.kept_in_python import at_present
-from composer_speedups.unrecordable import unrecordable
+from composer_speedups.graphs.cast_together import linear_weights
+from composer_speedups.graphs.kept_in_python import at_present
+from composer_speedups.graphs.unrecordable import unrecordable
 
 
 class Strength(Enum):

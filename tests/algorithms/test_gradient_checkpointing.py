@@ -19,7 +19,7 @@ from composer_speedups import GradientCheckpointing, apply_gradient_checkpointin
 from composer_speedups.algorithms import gradient_checkpointing as module
 from composer_speedups.compat import own_checkpointing
 from composer_speedups.errors import ConflictError
-from composer_speedups.memory_meters import OperationMeter, SavedForBackward
+from composer_speedups.measurement.memory_meters import OperationMeter, SavedForBackward
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 

@@ -33,7 +33,7 @@ from composer_speedups import (
 from composer_speedups.algorithms import gradient_release as module
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.gradient_buckets import GradientBuckets, gradients_at_most, update_alone
-from composer_speedups.memory_meters import OperationMeter, tensor_bytes
+from composer_speedups.measurement.memory_meters import OperationMeter, tensor_bytes
 
 RATE = {"lr": 1e-2}
 PLAIN = {**RATE, "foreach": False, "fused": False}

@@ -26,8 +26,8 @@ from composer_speedups import (
     registry,
 )
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
-from composer_speedups.optimizer_states import read_moments
-from composer_speedups.optimizers import describe
+from composer_speedups.optim.optimizers import describe
+from composer_speedups.optim.states import read_moments
 
 # What of each swap can be relied on to 32-bit accuracy.
 EXACT = {"foreach_adamw": apply_foreach_adamw, "fused_adamw": apply_fused_adamw, "bnb_adamw": apply_bnb_adamw}

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from composer_speedups import PrefetchBatches, apply_prefetch_batches
 from composer_speedups.algorithms import prefetch_batches
-from composer_speedups.packing import COUNTS, count_on_host, count_tokens, counts_of
+from composer_speedups.packed.packing import COUNTS, count_on_host, count_tokens, counts_of
 
 
 def loader(workers: int = 1, rows: int = 32) -> DataLoader:

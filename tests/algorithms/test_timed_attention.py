@@ -15,9 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 from composer_speedups import MixedPrecision, Unpadding, apply_cuda_graphs, apply_last_layer_subset, apply_unpadding
-from composer_speedups import packed_encoder as module
 from composer_speedups.kernels import attention_trial
-from composer_speedups.packing import Packing
+from composer_speedups.packed import encoder as module
+from composer_speedups.packed.packing import Packing
 
 BF16 = torch.bfloat16
 

@@ -27,19 +27,15 @@ from unpadded import (
     with_random_weights,
 )
 
-from composer_speedups import (
-    apply_last_layer_subset,
-    apply_masked_token_head,
-    apply_unpadding,
-    packed_bert,
-    packed_distilbert,
-    packed_encoder,
-    packed_mpnet,
-    packing,
-)
+from composer_speedups import apply_last_layer_subset, apply_masked_token_head, apply_unpadding
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels import disentangled, fused_attention
-from composer_speedups.packing import Packing, count_on_host, count_tokens, hand_over, tie_counts
+from composer_speedups.packed import bert as packed_bert
+from composer_speedups.packed import distilbert as packed_distilbert
+from composer_speedups.packed import encoder as packed_encoder
+from composer_speedups.packed import mpnet as packed_mpnet
+from composer_speedups.packed import packing
+from composer_speedups.packed.packing import Packing, count_on_host, count_tokens, hand_over, tie_counts
 
 
 @pytest.mark.parametrize("kind", ["right", "holes", "left", "full"])

@@ -9,14 +9,9 @@ import torch
 import transformers
 from unpadded import FAMILIES, KINDS, batch, compare, draws, labelled, make, set_dropouts
 
-from composer_speedups import (
-    apply_fast_dropout,
-    apply_last_layer_subset,
-    apply_torch_compile,
-    apply_unpadding,
-    packed_mpnet,
-)
+from composer_speedups import apply_fast_dropout, apply_last_layer_subset, apply_torch_compile, apply_unpadding
 from composer_speedups.kernels import disentangled, distance_bias, fused_attention
+from composer_speedups.packed import mpnet as packed_mpnet
 
 
 @pytest.mark.parametrize("subset", [False, True])

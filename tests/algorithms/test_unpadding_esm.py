@@ -12,7 +12,7 @@ from unpadded import batch, compare, make, tiny_config
 
 from composer_speedups import apply_last_layer_subset, apply_masked_token_head, apply_unpadding
 from composer_speedups.algorithms.unpadding import _packed_parts
-from composer_speedups.packed_esm import turns_alike
+from composer_speedups.packed.esm import turns_alike
 
 MASK, ESM1B = 9, {"position_embedding_type": "absolute", "emb_layer_norm_before": True}
 

@@ -18,10 +18,11 @@ from composer.models import HuggingFaceModel
 from small import Doubled
 from unpadded import FAMILIES, LENGTH, ROWS, batch, compare, make, with_random_weights
 
-from composer_speedups import SDPAttention, Unpadding, apply_masked_token_head, apply_unpadding, packed_encoder
+from composer_speedups import SDPAttention, Unpadding, apply_masked_token_head, apply_unpadding
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import layers_of, stack_of
-from composer_speedups.unpaddable import why_not
+from composer_speedups.packed import encoder as packed_encoder
+from composer_speedups.packed.unpaddable import why_not
 
 
 class MeanPooler(torch.nn.Module):

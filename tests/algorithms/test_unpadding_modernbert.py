@@ -12,8 +12,10 @@ import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from unpadded import batch, compare, make, visible
 
-from composer_speedups import Unpadding, apply_last_layer_subset, apply_unpadding, packed_encoder, packed_modernbert
-from composer_speedups.packing import Holed, count_on_host, count_tokens, hand_over
+from composer_speedups import Unpadding, apply_last_layer_subset, apply_unpadding
+from composer_speedups.packed import encoder as packed_encoder
+from composer_speedups.packed import modernbert as packed_modernbert
+from composer_speedups.packed.packing import Holed, count_on_host, count_tokens, hand_over
 
 CLASSIFIER = "ForSequenceClassification"
 

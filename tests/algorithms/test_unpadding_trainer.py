@@ -12,11 +12,13 @@ from composer.models import HuggingFaceModel
 from splits import SPLITS
 from unpadded import LENGTH, batch, make
 
-from composer_speedups import MixedPrecision, Unpadding, packed_encoder, packing
+from composer_speedups import MixedPrecision, Unpadding
 from composer_speedups.kernels import fused_attention
 from composer_speedups.kernels.disentangled import in_c
 from composer_speedups.kernels.per_sequence import served_by
-from composer_speedups.packing import COUNTS, counts_of
+from composer_speedups.packed import encoder as packed_encoder
+from composer_speedups.packed import packing
+from composer_speedups.packed.packing import COUNTS, counts_of
 
 TOKENS = batch("ForTokenClassification")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from gpu_code import at_once, compile_for, copied_ahead, instructions, late_loads, spills, time_for
 from layer_norm_check import case, check
+from ptx_kernel import kernel
 from shared_memory import counted
-from test_ptx import kernel
 
 from benchmarks.null_gpu.ptx.driver import launch
 from benchmarks.null_gpu.ptx.load import program_of

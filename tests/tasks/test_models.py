@@ -400,7 +400,7 @@ def test_a_broken_weights_file_is_one_clear_error(folder: Path):
 
 def test_special_tokens_of_a_models_own_vocabulary_do_not_fit_a_smaller_one():
     """ModernBERT's are the last of 50,368; `doctor` builds models without a tokenizer that would have others."""
-    from composer_speedups import memory
+    from composer_speedups.measurement import memory
     from composer_speedups.recipes import load_recipe
 
     recipe = load_recipe("cpu/fp32", ["model.name=answerdotai/ModernBERT-base"])

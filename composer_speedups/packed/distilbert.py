@@ -1,0 +1,75 @@
+"""DistilBERT on packed tokens: mixed into its modules by `Unpadding`.
+
+The same mathematics as BERT's under other names, without token types and pooler. In transformers 4.53 its embeddings
+take no positions, its layers take head masks, and its attention takes the same tensor three times.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from composer_speedups.first_request import asked_for_first
+from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for_compiled
+from composer_speedups.packed.packing import Packing
+from composer_speedups.surgery import mix_in
+
+__all__ = ["pack_distilbert"]
+
+
+def pack_distilbert(encoder: torch.nn.Module, _owner: torch.nn.Module | None) -> int:
+    """Let `encoder` work on packed tokens; return its attention layers. Its owner's head stays as it is."""
+    stack = encoder.transformer
+    takes_masks = "head_mask" in inspect.signature(stack.forward).parameters
+    encoder.packed_arguments = {"head_mask": [None] * len(stack.layer)} if takes_masks else {}
+    mix_in(_Encoder, encoder)
+    mix_in(_Embeddings, encoder.embeddings)
+    for layer in stack.layer:
+        mix_in(_Attention, layer.attention)
+    return len(stack.layer)
+
+
+class _Encoder(PackedEncoder):
+    packed_arguments: Mapping[str, Any] = MappingProxyType({})  # that its stack of layers asks for besides
+
+    def forward(self, input_ids=None, attention_mask=None, *args: Any, **kwargs: Any):
+        packing = self.packing_of(input_ids, attention_mask, args, kwargs)
+        if packing is None:
+            return super().forward(input_ids, attention_mask, *args, **kwargs)
+        positions = packing.pack(self.positions_of(input_ids))
+        hidden = self.embeddings(packing.pack(input_ids), packed_positions=positions)
+        hidden = self.transformer(for_compiled(hidden, self.transformer.layer), packing, **self.packed_arguments)[0]
+        first = asked_for_first(self.transformer.layer[-1])
+        out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
+        return self.returned(out, kwargs.get("return_dict"))
+
+    def positions_of(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the padded embeddings would use: columns of the batch, padding on the left included."""
+        return self.embeddings.position_ids[:, : input_ids.shape[1]]
+
+
+class _Embeddings:
+    """Mixed into the embeddings: given positions of packed tokens, ids are [total]."""
+
+    def forward(self, input_ids: torch.Tensor, *args: Any, packed_positions: torch.Tensor | None = None, **kwargs: Any):
+        if packed_positions is None:
+            return super().forward(input_ids, *args, **kwargs)
+        embeddings = self.word_embeddings(input_ids) + self.position_embeddings(packed_positions)
+        return self.dropout(self.LayerNorm(embeddings))
+
+
+class _Attention(PackedAttention):
+    def forward(self, *args: Any, **kwargs: Any):
+        mask = kwargs.get("mask", kwargs.get("attention_mask"))
+        if not isinstance(mask, Packing):
+            return super().forward(*args, **kwargs)
+        hidden_states = kwargs["query"] if "query" in kwargs else args[0]
+        return self.out_lin(self.attend(self.project(hidden_states), mask)), None
+
+    def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
+        return self.q_lin, self.k_lin, self.v_lin

@@ -1,0 +1,57 @@
+"""Which encoders `Unpadding` can let work on packed tokens, and why it leaves others alone."""
+
+from __future__ import annotations
+
+import torch
+
+from composer_speedups.families import (
+    DEBERTA,
+    ESM,
+    MODERNBERT,
+    adds_to_scores,
+    attention_of,
+    has_head,
+    layers_of,
+    position_kind,
+    stack_of,
+)
+from composer_speedups.packed.encoder import PackedEncoder
+from composer_speedups.packed.esm import turns_alike
+from composer_speedups.packed.modernbert import unpads_itself
+from composer_speedups.surgery import stock_forward
+
+__all__ = ["owners_in", "why_not"]
+
+
+def owners_in(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """By `id`: what each module in `model` is a child of."""
+    return {id(child): module for module in model.modules() for child in module.children()}
+
+
+def why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | None:
+    """None if `module` is an encoder that can be unpadded; "" if it is nothing of the kind; or the reason."""
+    config = getattr(module, "config", None)
+    if stack_of(module) is None or not hasattr(module, "embeddings"):
+        return ""
+    if isinstance(module, PackedEncoder):
+        return "its encoder is unpadded already"
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        return "config.is_decoder is True: attention only to earlier tokens is not for unpadding"
+    if adds_to_scores(config):
+        return f"position_embedding_type={position_kind(config)!r} adds to the scores, which fused kernels do not allow"
+    if getattr(config, "chunk_size_feed_forward", 0):
+        return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
+    if has_head(owner, ("ForMultipleChoice",)) and getattr(config, "summary_type", "first") != "first":
+        return f"summary_type={config.summary_type!r} reads padding, too"
+    layers = [getattr(layer, "_orig_mod", layer) for layer in layers_of(stack_of(module))]  # as torch.compile wraps it
+    parts = [module, module.embeddings, stack_of(module), *layers, *map(attention_of, layers)]
+    own = [type(part).__name__ for part in parts if part is None or not stock_forward(part)]
+    if own:
+        return f"{own[0]} has a forward of its own, not transformers', and may want rows and padding"
+    if config.model_type in MODERNBERT and unpads_itself(module):
+        return "ModernBERT with flash_attention_2 unpads itself in this version of transformers"
+    if config.model_type in DEBERTA and (module.encoder.conv is not None or module.z_steps > 1):
+        return "DeBERTa with a convolution between its layers (conv_kernel_size), or z_steps, works on padded rows"
+    if config.model_type in ESM and not turns_alike(module):
+        return "its layers turn queries and keys by angles of their own"
+    return None

@@ -1,0 +1,170 @@
+"""What a training is made of: a recipe's model, optimizer, schedule and data, as Composer's Trainer takes them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from composer.core import Callback, DataSpec
+from composer.metrics import CrossEntropy, LanguageCrossEntropy, MaskedAccuracy
+from composer.models import HuggingFaceModel, huggingface
+from composer.optim import (
+    ComposerScheduler,
+    ConstantScheduler,
+    ConstantWithWarmupScheduler,
+    CosineAnnealingScheduler,
+    CosineAnnealingWithWarmupScheduler,
+    DecoupledAdamW,
+    LinearScheduler,
+    LinearWithWarmupScheduler,
+)
+from composer.utils import dist
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics.classification import MulticlassAccuracy
+
+from composer_speedups.errors import RecipeError, SpeedUpUnavailable, TaskError
+from composer_speedups.recipes import Recipe
+from composer_speedups.recipes.schema import count_and_unit
+from composer_speedups.tasks import Task
+from composer_speedups.tasks.models import build_model
+
+__all__ = [
+    "TellsEpoch",
+    "Warmup",
+    "available_algorithms",
+    "build_composer_model",
+    "build_loader",
+    "build_optimizer",
+    "build_scheduler",
+]
+
+# name -> with warm-up, without
+_SCHEDULERS = {
+    "cosine": (CosineAnnealingWithWarmupScheduler, CosineAnnealingScheduler),
+    "linear": (LinearWithWarmupScheduler, LinearScheduler),
+    "constant": (ConstantWithWarmupScheduler, ConstantScheduler),
+}
+
+
+def available_algorithms(recipe: Recipe) -> list[Any]:
+    """The recipe's speed-ups, if this machine has what they need.
+
+    Raises:
+        SpeedUpUnavailable: with how to leave out all that cannot be used here.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    algorithms = recipe.algorithms()
+    reasons = {one.key(): why for one in algorithms if (why := one.unavailable(device)) is not None}
+    if reasons:
+        key, why = next(iter(reasons.items()))
+        rest = " ".join(f"speedups.{one}=null" for one in reasons)
+        raise SpeedUpUnavailable(f"{key} cannot be used here: {why}; all but what this machine lacks: {rest}")
+    return algorithms
+
+
+def build_composer_model(recipe: Recipe, task: Task, seed: int) -> HuggingFaceModel:
+    """The recipe's model as Composer takes it, before any speed-up."""
+    model = build_model(recipe.model, task, seed=seed)
+    with _no_search_for_causal_models():
+        return HuggingFaceModel(
+            model, tokenizer=task.tokenizer, use_logits=True, metrics=[], eval_metrics=_metrics(task, model.config)
+        )
+
+
+def build_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The recipe's optimizer for `model`, before any speed-up."""
+    spec, rate = recipe.optimizer, recipe.learning_rate
+    shared = {"lr": rate, "betas": spec.betas, "eps": spec.eps}
+    if spec.name == "decoupled_adamw":
+        return DecoupledAdamW(model.parameters(), weight_decay=spec.weight_decay * rate, **shared)
+    # The plain for-loop, as the tables' baseline has it. On CUDA torch would choose foreach by itself.
+    return torch.optim.AdamW(model.parameters(), weight_decay=spec.weight_decay, foreach=False, fused=False, **shared)
+
+
+def build_scheduler(recipe: Recipe) -> ComposerScheduler:
+    with_warmup, without = _SCHEDULERS[recipe.schedule.name]
+    warmup = recipe.schedule.warmup
+    share_or_count = float(warmup.removesuffix("dur")) if warmup.endswith("dur") else count_and_unit(warmup)[0]
+    return with_warmup(t_warmup=warmup) if share_or_count else without()
+
+
+def build_loader(recipe: Recipe, task: Task, seed: int, *, train: bool) -> DataLoader | DataSpec:
+    world = dist.get_world_size()
+    size = recipe.batch_size if train else (recipe.eval_batch_size or recipe.batch_size)
+    dataset = task.train if train else task.evaluation
+    if why := recipe.unshared_by(world):
+        raise TaskError(why)
+    if train and len(dataset) < size:
+        raise TaskError(f"batch_size {size} exceeds the {len(dataset)} training samples: lower it")
+    sampler = DistributedSampler(
+        dataset,
+        num_replicas=world,
+        rank=dist.get_global_rank(),
+        shuffle=train,
+        seed=seed,
+        drop_last=train,
+    )
+    return DataLoader(
+        dataset,
+        batch_size=size // world,
+        sampler=sampler,
+        collate_fn=task.collate_train if train else task.collate_eval,
+        drop_last=train,
+        num_workers=recipe.workers,
+        persistent_workers=False,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+class Warmup(Callback):
+    """Refuses a warm-up that outlasts the training: how many batches an epoch has is known only now."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def fit_start(self, state: Any, logger: Any) -> None:
+        warmup, duration = self._recipe.schedule.warmup, self._recipe.duration
+        if warmup.endswith("dur"):  # a share of the duration, below 1
+            return
+        (count, unit), (total, whole) = count_and_unit(warmup), count_and_unit(duration)
+        epoch = int(state.dataloader_len)
+        if {unit, whole} == {"ba", "ep"} and (
+            count * (epoch if unit == "ep" else 1) >= total * (epoch if whole == "ep" else 1)
+        ):
+            steps = f"an epoch is {epoch:,} batches of {self._recipe.batch_size}"
+            raise RecipeError(f"schedule.warmup {warmup} leaves nothing of duration {duration} ({steps}): shorten it")
+
+
+class TellsEpoch(Callback):
+    """Tells the task which epoch it is, so that MLM masks anew, and the same on every machine."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def epoch_start(self, state: Any, logger: Any) -> None:
+        self._task.set_epoch(int(state.timestamp.epoch))
+
+    def after_load(self, state: Any, logger: Any) -> None:
+        self._task.set_epoch(int(state.timestamp.epoch))
+
+
+def _metrics(task: Task, config: Any) -> list[Any]:
+    if task.objective == "mlm":
+        return [LanguageCrossEntropy(), MaskedAccuracy(ignore_index=-100)]
+    return [CrossEntropy(), MulticlassAccuracy(num_classes=config.num_labels, average="micro")]
+
+
+@contextlib.contextmanager
+def _no_search_for_causal_models() -> Iterator[None]:
+    """Spare each run some seconds: HuggingFaceModel imports every model family there is, to see if ours is causal.
+
+    None is: the tasks here are classification and masked tokens.
+    """
+    search = huggingface._is_registered_causal_lm
+    huggingface._is_registered_causal_lm = lambda model: False
+    try:
+        yield
+    finally:
+        huggingface._is_registered_causal_lm = search
