@@ -23,7 +23,7 @@ _LAZY = {
     "algorithm_passes": "speedup",
     "build": "registry",
     "load_recipe": "recipes",
-    "verify": "verification",
+    "verify": "verification.verify",
 }
 
 
