@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "compiled",
     "having",
     "hooked",
     "hooked_inside",
@@ -261,6 +262,14 @@ def hooked(module: torch.nn.Module) -> bool:
     return bool(
         before_and_after or module._backward_pre_hooks or module._backward_hooks or "forward" in module.__dict__
     )
+
+
+def compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` itself is compiled, and not a part of it: in place, as the wrapper that `torch.compile` returns,
+    or by a compiled `forward` put into it.
+    """
+    in_place = module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    return in_place or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
 def hooked_inside(module: torch.nn.Module) -> bool:

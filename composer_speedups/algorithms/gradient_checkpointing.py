@@ -47,7 +47,7 @@ from composer_speedups.compat import own_checkpointing
 from composer_speedups.errors import ConflictError
 from composer_speedups.first_request import with_request
 from composer_speedups.speedup import SpeedUp, Stage
-from composer_speedups.surgery import mix_in, repeated_blocks
+from composer_speedups.surgery import compiled, mix_in, repeated_blocks
 
 __all__ = ["GradientCheckpointing", "apply_gradient_checkpointing"]
 
@@ -157,19 +157,12 @@ class _Checkpointed:
 
         # Recomputing ends early, by an exception. One that comes through code compiled with Dynamo's backend "eager"
         # passes over its ends of autocast, whose casts of weights would then be kept for good, in all trainings.
-        with set_checkpoint_early_stop(False) if _compiled(self) else nullcontext():
+        with set_checkpoint_early_stop(False) if compiled(self) else nullcontext():
             out = checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
         if not self.__dict__.get(_SHARED, True):
             # Autocast would keep its casts of weights until the model's forward pass is over: half the weights' memory.
             torch.clear_autocast_cache()
         return out
-
-
-def _compiled(block: torch.nn.Module) -> bool:
-    """Whether the block was compiled, and not a part of it."""
-    own = vars(block).get("forward")
-    whole = block._compiled_call_impl is not None or isinstance(block, torch._dynamo.OptimizedModule)
-    return whole or hasattr(own, "_torchdynamo_orig_callable")
 
 
 def _shares(model: torch.nn.Module, blocks: int) -> bool:

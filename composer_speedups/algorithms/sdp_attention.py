@@ -51,6 +51,7 @@ from composer_speedups.compat import (
 from composer_speedups.holds import Hold
 from composer_speedups.kernels.attention_kernels import AttentionWatch
 from composer_speedups.speedup import SpeedUp, Stage
+from composer_speedups.surgery import compiled
 
 __all__ = ["SDPAttention", "apply_sdp_attention", "enable_kernels", "enabled_kernels"]
 
@@ -165,7 +166,7 @@ class SDPAttention(SpeedUp):
         if self._tries >= _MAX_TRIES:
             return
         self._tries += 1
-        if self._tries == 1 and _is_compiled(state.model):
+        if self._tries == 1 and any(map(compiled, state.model.modules())):
             return  # the first pass compiles, and the compiler runs kernels of its own
         self._graphs = _graphs_compiled()
         self._watch.start(state.model)
@@ -174,7 +175,7 @@ class SDPAttention(SpeedUp):
         kernels = self._watch.stop()
         if _graphs_compiled() != self._graphs:
             return
-        nothing = "none (compiled)" if _is_compiled(state.model) else "none (eager)"
+        nothing = "none (compiled)" if any(map(compiled, state.model.modules())) else "none (eager)"
         self.tell(logger, kernel=", ".join(kernels) or nothing)
         log.info("%r: attention kernel in training: %s", self, self.evidence["kernel"])
 
@@ -226,16 +227,6 @@ def enable_kernels(flags: tuple[bool, ...]) -> None:
     switches = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_cudnn_sdp, cuda.enable_math_sdp)
     for switch, flag in zip(switches, flags, strict=True):
         switch(flag)
-
-
-def _is_compiled(model: torch.nn.Module) -> bool:
-    """Whether any part of `model` is compiled: as a wrapper, in place, or through a replaced `forward`."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(module, "_orig_mod")
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in model.modules()
-    )
 
 
 def _graphs_compiled() -> int:

@@ -40,7 +40,7 @@ from composer_speedups.compat import CompileCounters, compile_counters
 from composer_speedups.compilation import check_backend, compile_statistics, missing_tools, prepare_inductor, use_cache
 from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage, warn
-from composer_speedups.surgery import hooked_inside, repeated_blocks
+from composer_speedups.surgery import compiled, hooked_inside, repeated_blocks
 
 __all__ = ["TorchCompile", "apply_torch_compile"]
 
@@ -71,7 +71,7 @@ def apply_torch_compile(
     0
     """
     _check(scope, backend, mode, dynamic, fullgraph, cache_dir)
-    if _is_compiled(model):
+    if any(map(compiled, model.modules())):
         return 0
     if scope == "block":  # they share code, which would call the hooks of the block that it was compiled for
         targets = [block for block in repeated_blocks(model) if not hooked_inside(block)]
@@ -137,7 +137,7 @@ class TorchCompile(SpeedUp):
         self._since, self._warned = compile_counters(), False
         arguments = {name: getattr(self, name) for name in self.parameters()}
         nothing = "no ModuleList or Sequential of equal blocks without hooks in them. Use scope='model'"
-        if _is_compiled(state.model):
+        if any(map(compiled, state.model.modules())):
             nothing = "a part of the model is compiled already"
         count = apply_torch_compile(state.model, **arguments)
         self.report(logger, count, nothing, **compile_statistics(self._since))
@@ -209,11 +209,6 @@ def _refuse_microbatches(algorithm: TorchCompile, state: State) -> None:
         f"mode={algorithm.mode!r} records CUDA graphs, whose gradients do not outlive a microbatch, and the batch is "
         f"cut into microbatches of {micro}. Leave out mode, or device_train_microbatch_size"
     )
-
-
-def _is_compiled(model: torch.nn.Module) -> bool:
-    """Whether any part of the model is, be it by `compile()` or as the wrapper that `torch.compile` returns."""
-    return any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in model.modules())
 
 
 def _callables(model: torch.nn.Module) -> list[torch.nn.Module]:

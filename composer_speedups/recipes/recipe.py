@@ -1,4 +1,4 @@
-"""Recipes: named YAML files that say what is trained, with which speed-ups, batch size and learning rate.
+"""`Recipe`, and how one is loaded.
 
 A recipe `extends` another and says only what differs. Loading resolves the chain, applies `key=value` overrides,
 and remembers for every value the file and line that it came from. A mistake is one line with file, line and remedy.
