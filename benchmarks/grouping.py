@@ -36,7 +36,7 @@ _ENTRIES = Entries(train="benchmarks.grouping:train", preload=(*PRELOAD, "benchm
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> Any:
     """A study's run, in a fresh process, with transformers' order where the recipe has that name."""
     from composer_speedups.ablation import jobs
-    from composer_speedups.batches.batching import LengthGroupedSampler
+    from composer_speedups.batches.plans import LengthGroupedSampler
 
     if payload["recipe"]["name"] == _PEERS:
         LengthGroupedSampler.__iter__ = _as_transformers  # type: ignore[method-assign]  # of this process alone

@@ -195,6 +195,8 @@ def attention_dropout(attention: torch.nn.Module) -> float:
         called = not (hasattr(attention, "dropout_prob") or hasattr(attention, "_flash_attn_uses_top_left_mask"))
     else:
         called = not hasattr(attention, "is_causal")
+    if isinstance(attention.dropout, torch.nn.Identity):  # in its place, to have none
+        return 0.0
     rate = getattr(attention.dropout, "p", attention.dropout)  # a number in ESM's of 5.x
     return rate if (attention.dropout if called else attention).training else 0.0
 

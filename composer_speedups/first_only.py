@@ -18,7 +18,7 @@ from composer_speedups.packed.deberta import of_distances, scale_of
 from composer_speedups.packed.esm import esm_rotations, esm_turned
 from composer_speedups.packed.modernbert import rotations_of, turned
 from composer_speedups.packed.packing import Packing
-from composer_speedups.surgery import hooked
+from composer_speedups.surgery import hooked, known_code
 
 __all__ = ["FirstOnly", "first_of"]
 
@@ -67,8 +67,8 @@ class FirstOnly:
         return layer_result(hidden_states)
 
     def must_be_whole(self) -> bool:
-        """Whether somebody listens to a module that is not called here, but is in the whole layer."""
-        return any(map(hooked, self.worked_around()))
+        """Whether a module that is not called here, but is in the whole layer, is listened to, or somebody's own."""
+        return any(hooked(part) or not known_code(type(part)) for part in self.worked_around())
 
     def worked_around(self) -> tuple[torch.nn.Module, ...]:
         """Those modules."""
@@ -160,6 +160,9 @@ class _FirstOfDeberta(_FirstOfBert):
 
 class _FirstOfDistilBert(FirstOnly):
     masks_are_rows = True  # in eager attention of transformers 4.53
+
+    def must_be_whole(self) -> bool:
+        return super().must_be_whole() or bool(self.ffn.chunk_size_feed_forward)  # it would cut one token
 
     def worked_around(self) -> tuple[torch.nn.Module, ...]:
         return self.attention, self.attention.dropout

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from composer_speedups.errors import ConflictError
+
 __all__ = [
     "compiled",
     "having",
@@ -107,7 +109,11 @@ def mix_in(mixin: type, module: torch.nn.Module) -> None:
     Hugging Face Trainer drop every column that is not among them; it pickles and copies.
     """
     if not isinstance(module, mixin):
-        module.__class__ = _mixed(type(module), mixin)
+        try:
+            module.__class__ = _mixed(type(module), mixin)
+        except TypeError as error:
+            name = type(module).__name__
+            raise ConflictError(f"{name} cannot be changed in place ({error}): give the model that is in it") from error
 
 
 @cache
@@ -203,16 +209,19 @@ def having(model: torch.nn.Module, *kinds: type) -> bool:
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The children of the list of equal modules that holds the most parameters: a transformer's layers, in order.
 
+    A `Sequential` of one module only wraps it (Sentence Transformers' models do): it counts where nothing else does.
+
     >>> len(repeated_blocks(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))))
     2
     """
     best: list[torch.nn.Module] = []
-    most = 0
+    most = (False, 0)
     for container in model.modules():
         blocks = list(container.children())
         if not isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
-        size = sum(p.numel() for p in container.parameters())
+        wraps = isinstance(container, torch.nn.Sequential) and len(blocks) == 1
+        size = (not wraps, sum(p.numel() for p in container.parameters()))
         # The last layer may have a mixin of its own (`LastLayerSubset`): it is a block all the same.
         kinds = {stock_class(type(block)) for block in blocks}
         if len(kinds) == 1 and size > most and not isinstance(blocks[0], (torch.nn.ModuleList, torch.nn.ModuleDict)):

@@ -22,8 +22,9 @@ one with the most parameters. It is `torch.utils.checkpoint` without re-entrance
 accumulation work as ever; transformers' own checkpointing is refused beside it, also if it is switched on later, as
 the Hugging Face Trainer does it: blocks would be computed three times. Hooks inside a block run twice. A
 decoder's cache of keys and values is left out in training, as it would be filled twice; blocks called in evaluation
-with a cache are not checkpointed. A block may not change anything outside itself. Under `TorchCompile(scope="block")`
-the compiled block is run twice; under `scope="model"` the compiler recomputes.
+with a cache are not checkpointed. A block may not change anything outside itself; with `torch.func.functional_call` the
+backward pass belongs inside of it, as with PyTorch's own. Under `TorchCompile(scope="block")` the compiled block is run
+twice; under `scope="model"` the compiler recomputes.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174.
 """

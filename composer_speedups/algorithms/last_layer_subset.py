@@ -110,8 +110,10 @@ class _Owner:
         asked = (kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
         default = (self.config.output_hidden_states, self.config.output_attentions)
         whole = any(d if a is None else a for a, d in zip(asked, default, strict=True))
-        last = layers_of(stack_of(self.base_model))[-1]  # another one if somebody has cut the model, or built a new one
+        layers = layers_of(stack_of(self.base_model))
+        last = layers[-1]  # another one if somebody has cut the model, or built a new one
         whole |= not isinstance(last, FirstOnly) or last.must_be_whole() or not reads_first(self)
+        whole |= sum(layer is last for layer in layers) > 1  # one that shares its weights reads all that it computes
         whole |= len(args) > len(_IDS)  # any further one could be either of them
         before = ask(None if whole else last)
         try:

@@ -37,15 +37,8 @@ from composer.loggers import Logger
 from torch.utils.data import DataLoader
 
 from composer_speedups.arguments import check_count
-from composer_speedups.batches.batching import (
-    LengthGroupedSampler,
-    check_loader,
-    padding_share,
-    rebuild,
-    sample_lengths,
-    seed_of,
-    sharing,
-)
+from composer_speedups.batches.loaders import check_loader, rebuild, sample_lengths, seed_of, sharing
+from composer_speedups.batches.plans import LengthGroupedSampler, padding_share
 from composer_speedups.batches.resumed import KeepsPlan, warn_of_other_batches
 from composer_speedups.speedup import SpeedUp, Stage
 

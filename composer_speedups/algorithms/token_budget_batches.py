@@ -2,8 +2,7 @@
 
 **Why it is faster.** Once padding is not computed on (`Unpadding`), a batch costs what its tokens cost. With a
 fixed number of samples the tokens vary, and memory must fit the worst batch. With a fixed number of tokens all
-steps and all ranks are equally full: the device is used evenly, and the mean batch can be as large as memory
-allows.
+steps and all ranks are equally full: the device is used evenly, and the mean batch can fill the memory.
 
 **Numerics.** Each sample comes exactly once an epoch, in random order, and weighs the same: the gradient of a
 step with n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not
@@ -44,14 +43,8 @@ from composer.loggers import Logger
 from torch.utils.data import DataLoader
 
 from composer_speedups.arguments import check_choice, check_count
-from composer_speedups.batches.batching import (
-    TokenBudgetSampler,
-    check_loader,
-    rebuild,
-    sample_lengths,
-    seed_of,
-    sharing,
-)
+from composer_speedups.batches.loaders import check_loader, rebuild, sample_lengths, seed_of, sharing
+from composer_speedups.batches.plans import TokenBudgetSampler
 from composer_speedups.batches.resumed import KeepsPlan, check_resumed
 from composer_speedups.batches.weighting import labelled, of_tokens, trainer_weighs_tokens, weigh
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable

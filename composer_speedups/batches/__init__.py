@@ -1,1 +1,3 @@
-"""Which samples make a batch, for the speed-ups that choose it, and how a step's loss weighs them."""
+"""For the speed-ups that choose batches: which samples make one (`plans.py`), the loader that makes it (`loaders.py`),
+and how a step's loss weighs them (`weighting.py`).
+"""

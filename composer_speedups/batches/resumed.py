@@ -13,7 +13,7 @@ from typing import Any
 from composer.core import State, Timestamp
 from composer.loggers import Logger
 
-from composer_speedups.batches.batching import TokenBudgetSampler
+from composer_speedups.batches.plans import TokenBudgetSampler
 from composer_speedups.errors import ConflictError
 
 __all__ = ["KeepsPlan", "check_resumed", "warn_of_other_batches"]

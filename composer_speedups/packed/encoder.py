@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
 from composer_speedups.compat import attention_dropout
+from composer_speedups.families import attention_of, layers_of, stack_of
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.attention_trial import Trials
 from composer_speedups.kernels.packed_attention import packed_attention
@@ -21,6 +22,7 @@ from composer_speedups.kernels.per_sequence import served_by
 from composer_speedups.kernels.varlen_attention import attention_kernel, varlen_attention
 from composer_speedups.packed.fixed_total import fixed_total
 from composer_speedups.packed.packing import Holed, Packing, Valued, counts_of
+from composer_speedups.surgery import hooked, known_code
 
 __all__ = [
     "PackedAttention",
@@ -36,6 +38,8 @@ log = logging.getLogger("composer_speedups")
 _PACKED = WeakTensorKeyDictionary()  # by padded hidden states: how they were packed, for a head
 _SAID: set[str] = set()  # in this process
 _HARMLESS = {"return_dict", "output_attentions", "output_hidden_states", "use_cache", "num_items_in_batch", "labels"}
+# Sentence Transformers writes what it makes of a batch into it; MPNet, which takes any keyword, is given it, unread.
+_HARMLESS |= {"token_embeddings", "sentence_embedding", "all_layer_embeddings"}
 
 
 class PackedEncoder:
@@ -71,6 +75,8 @@ class PackedEncoder:
             return say_once("NEFTune's noise, which it scales by the length of rows")
         if input_ids is None or extras or any(value is not None for value in args):
             return say_once(f"{', '.join(extras) or 'inputs other than ids'} asked for")
+        if (change := changed(self)) is not None:
+            return say_once(change)
         if mask is None:
             mask, counts = torch.ones_like(input_ids), [input_ids.shape[1]] * len(input_ids)
         elif not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
@@ -83,7 +89,7 @@ class PackedEncoder:
         if self.packed_whole_rows and any(isinstance(count, Holed) for count in counts):
             return say_once("padding between the tokens of a row, of which windows are counted")
         if not any(counts) or (not self.reads_anywhere and min(counts) <= 0):
-            return say_once("a row's first position, which is read by the head, is padding")
+            return say_once("a row's first position, which a head may read, is padding")
         return mask, counts
 
     def padded(self, hidden: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -123,6 +129,24 @@ class PackedAttention:
         """[total, width] -> queries, keys and values, [total, heads, width of a head] each."""
         projected = joint_linear(self.projections(), hidden_states)
         return tuple(x.unflatten(-1, (-1, self.attention_head_size)) for x in projected)
+
+
+def changed(encoder: torch.nn.Module) -> str | None:
+    """What was done to `encoder` since it was packed that its packed layers know nothing of; None if nothing was."""
+    if getattr(encoder.config, "is_decoder", False):
+        return "config.is_decoder is True"
+    for layer in layers_of(stack_of(encoder)):
+        layer = getattr(layer, "_orig_mod", layer)  # as torch.compile wraps it
+        attention = attention_of(layer)
+        if not isinstance(attention, PackedAttention):
+            return f"{type(layer).__name__} came into the model after Unpadding"
+        if any(getattr(part, "chunk_size_feed_forward", 0) for part in (layer, getattr(layer, "ffn", None))):
+            return "chunk_size_feed_forward cuts padded rows"
+        for name in ("dropout", "rotary_embeddings", "rotary_emb"):  # whose work is done without them
+            part = getattr(attention, name, None)
+            if isinstance(part, torch.nn.Module) and (hooked(part) or not known_code(type(part))):
+                return f"{name} of {type(attention).__name__} is listened to, or somebody's own"
+    return None
 
 
 def packed_as(padded: torch.Tensor) -> Packing | None:

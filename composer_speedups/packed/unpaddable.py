@@ -43,6 +43,9 @@ def why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | Non
         return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
     if has_head(owner, ("ForMultipleChoice",)) and getattr(config, "summary_type", "first") != "first":
         return f"summary_type={config.summary_type!r} reads padding, too"
+    expansion = getattr(owner, "query_expansion", None)  # of Sentence Transformers' ColBERT models
+    if expansion and not expansion.get("attend", False):
+        return "query_expansion without attend scores tokens that the mask leaves out: unpadding has none of them"
     layers = [getattr(layer, "_orig_mod", layer) for layer in layers_of(stack_of(module))]  # as torch.compile wraps it
     parts = [module, module.embeddings, stack_of(module), *layers, *map(attention_of, layers)]
     own = [type(part).__name__ for part in parts if part is None or not stock_forward(part)]

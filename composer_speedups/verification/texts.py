@@ -10,7 +10,7 @@ import numpy as np
 from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
-from composer_speedups.batches.batching import sample_lengths
+from composer_speedups.batches.loaders import sample_lengths
 from composer_speedups.errors import UserError
 
 __all__ = ["Texts", "one_batch"]

@@ -9,7 +9,7 @@ from composer_speedups.isolation import worker
 
 PROBE = """
 import os
-from composer_speedups.ablation import worker
+from composer_speedups.isolation import worker
 if {quiet}:
     os.environ.update(worker._WHILE_IMPORTING)
 import pyarrow

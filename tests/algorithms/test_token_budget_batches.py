@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from transformers import BertForSequenceClassification, BertForTokenClassification
 
 from composer_speedups import TokenBudgetBatches, apply_token_budget_batches
-from composer_speedups.batches.batching import TokenBudgetSampler, sample_lengths
+from composer_speedups.batches.loaders import sample_lengths
+from composer_speedups.batches.plans import TokenBudgetSampler
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 
 

@@ -116,7 +116,7 @@ def test_verdicts_are_counted_by_what_was_planted(tmp_path: Path) -> None:
 def test_grouping_takes_transformers_own_order_and_is_told_by_seed(tmp_path: Path) -> None:
     from transformers.trainer_pt_utils import LengthGroupedSampler as Transformers
 
-    from composer_speedups.batches.batching import LengthGroupedSampler
+    from composer_speedups.batches.plans import LengthGroupedSampler
 
     lengths = np.random.default_rng(1).integers(5, 60, 64)
     options = {"batch_size": 4, "pool": 4, "seed": 3, "drop_last": False, "num_replicas": 1, "rank": 0}

@@ -91,7 +91,7 @@ def test_places_that_nobody_may_look_at_are_one_line(tmp_path) -> None:
 
 def test_a_file_that_a_command_trips_over_is_named(capsys, monkeypatch, tmp_path) -> None:
     """Whatever its own code does not foresee; what has no name keeps its traceback."""
-    from composer_speedups.recipes import recipe as recipes
+    from composer_speedups import recipes
 
     def trip(*_: object, **__: object) -> None:
         (tmp_path / "not there").read_text()

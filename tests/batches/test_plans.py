@@ -24,13 +24,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from composer_speedups.batches.batching import (
-    LengthGroupedSampler,
-    TokenBudgetSampler,
-    TrimPadding,
-    check_loader,
-    sample_lengths,
-)
+from composer_speedups.batches.loaders import check_loader, sample_lengths
+from composer_speedups.batches.plans import LengthGroupedSampler, TokenBudgetSampler
+from composer_speedups.batches.trimming import TrimPadding
 from composer_speedups.errors import SpeedUpUnavailable
 
 LENGTHS = np.random.default_rng(0).integers(3, 200, 1003)
