@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from composer.algorithms.warnings import NoEffectWarning
+from small_encoder import write_encoder
 from typer.main import get_command
 
 from composer_speedups import registry
@@ -46,6 +47,10 @@ def _fresh_accelerate():
 @pytest.mark.parametrize(("document", "line", "source"), blocks("python"))
 def test_python_blocks_run(document: Path, line: int, source: str, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)  # a block may write where it stands
+    if "sentence_transformers" in source:
+        pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
+    if "./encoder" in source:
+        write_encoder(tmp_path / "encoder")
     torch.manual_seed(0)
     code = compile("\n" * (line - 1) + source, str(document), "exec")  # tracebacks name the document's own line
     with warnings.catch_warnings():

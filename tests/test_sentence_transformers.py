@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from small import config_of
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from small_encoder import write_encoder
 
 pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
 pytestmark = pytest.mark.filterwarnings("default")  # its own, and those of what it imports
@@ -32,36 +30,16 @@ from composer_speedups import (  # noqa: E402
     apply_unpadding,
 )
 
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    *["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "fish", "bird"],
-]
 QUERIES = ["the cat sat", "a dog ran under the tree", "fish", "the bird sat on the mat under a tree"]
 DOCUMENTS = ["a cat on a mat", "tree", "the fish ran under the bird the bird ran", "a bird"]
 
 
 @pytest.fixture
 def folder(tmp_path: Path):
-    """Write an encoder of a family with random weights, and a tokenizer."""
+    """Write an encoder of a family without dropout, and a tokenizer."""
 
     def folder(family: str, auto: str = "Model", dropout: float = 0.0) -> str:
-        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-        )
-        names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=60, **names)
-        values = dict(vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-        values |= dict(intermediate_size=64, max_position_embeddings=64, pad_token_id=0, num_labels=1)
-        config = config_of(family, **values, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
-        getattr(transformers, f"{family}{auto}")(config).save_pretrained(tmp_path / family)
-        fast.save_pretrained(tmp_path / family)
-        return str(tmp_path / family)
+        return write_encoder(tmp_path / family, family, auto, dropout)
 
     return folder
 
