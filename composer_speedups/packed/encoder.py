@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
 from composer_speedups.compat import attention_dropout
-from composer_speedups.families import attention_of, layers_of, stack_of
+from composer_speedups.families import layers_of, stack_of
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.attention_trial import Trials
 from composer_speedups.kernels.packed_attention import packed_attention
@@ -132,19 +132,24 @@ class PackedAttention:
 
 
 def changed(encoder: torch.nn.Module) -> str | None:
-    """What was done to `encoder` since it was packed that its packed layers know nothing of; None if nothing was."""
+    """What was done to `encoder` since it was packed that its packed layers know nothing of; None if nothing was.
+
+    Asked at each forward pass, so it looks into modules' own dictionaries: `getattr` takes ten times as long.
+    """
     if getattr(encoder.config, "is_decoder", False):
         return "config.is_decoder is True"
     for layer in layers_of(stack_of(encoder)):
-        layer = getattr(layer, "_orig_mod", layer)  # as torch.compile wraps it
-        attention = attention_of(layer)
+        layer = layer._modules.get("_orig_mod", layer)  # as torch.compile wraps it
+        inside = layer._modules
+        block = inside.get("attention") or inside.get("attn") or layer
+        attention = block._modules.get("self") or block._modules.get("attn") or block
         if not isinstance(attention, PackedAttention):
             return f"{type(layer).__name__} came into the model after Unpadding"
-        if any(getattr(part, "chunk_size_feed_forward", 0) for part in (layer, getattr(layer, "ffn", None))):
+        if any(vars(part).get("chunk_size_feed_forward") for part in (layer, inside.get("ffn", layer))):
             return "chunk_size_feed_forward cuts padded rows"
         for name in ("dropout", "rotary_embeddings", "rotary_emb"):  # whose work is done without them
-            part = getattr(attention, name, None)
-            if isinstance(part, torch.nn.Module) and (hooked(part) or not known_code(type(part))):
+            part = attention._modules.get(name)
+            if part is not None and (hooked(part) or not known_code(type(part))):
                 return f"{name} of {type(attention).__name__} is listened to, or somebody's own"
     return None
 
