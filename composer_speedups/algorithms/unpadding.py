@@ -15,7 +15,7 @@ Attention dropout drops with a multiple of 1/65536 on the CPU; masks differ from
 Losses that read padding are others, as there are no numbers for it here: question answering takes its softmax over
 padding, too, in transformers (answers are the same); labels at padding are to be -100, as collators make them, and not
 0 or the ids; and ColBERT's scores read tokens that the mask leaves out (a model that says so is left alone). There are
-no second derivatives (gradient penalties).
+no second derivatives (gradient penalties). Hooks on the attention's dropout hear nothing, as under SDPA.
 
 **When it pays.** The more padding, the more: about in proportion to it. On the CPU it pays without padding, too:
 PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches` takes the same padding away less

@@ -73,7 +73,7 @@ def decoder(model: torch.nn.Module, stock: torch.nn.Module) -> None:
 
 
 STILL_PACKED = (no_dropout, one_more_layer, fewer_layers)
-PADDED = (own_dropout, listened, foreign_layer)
+PADDED = (own_dropout, foreign_layer)
 EACH = ("Bert", "DistilBert", "MPNet", "DebertaV2")
 CASES = [(family, change) for family in EACH for change in STILL_PACKED + PADDED]
 CASES += [("Bert", chunks), ("DistilBert", chunks), ("Bert", decoder)]
