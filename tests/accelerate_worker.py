@@ -1,4 +1,4 @@
-"""Makes batches under Accelerate on several ranks; started by torchrun in tests/batches/test_plans.py.
+"""Makes batches under Accelerate on several ranks; started by torchrun in tests/batches/test_plans_of_epochs.py.
 
 `python -m torch.distributed.run --nproc-per-node 2 tests/accelerate_worker.py FOLDER` writes FOLDER/seen.json:
 name of a loader -> epoch -> rank -> batches, as lists of samples.
