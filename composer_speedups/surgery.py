@@ -182,7 +182,6 @@ def stock_class(cls: type) -> type:
     return layers[-1][0] if layers else cls
 
 
-@cache
 def known_code(cls: type) -> bool:
     """Whether a module of class `cls` is PyTorch's, transformers' or ours, which is known not to compute something else
     by numbers that it keeps in Python.

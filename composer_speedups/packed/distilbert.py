@@ -7,7 +7,6 @@ take no positions, its layers take head masks, and its attention takes the same 
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for_compiled
 from composer_speedups.packed.packing import Packing
-from composer_speedups.surgery import mix_in, stock_class
+from composer_speedups.surgery import mix_in
 
 __all__ = ["pack_distilbert"]
 
@@ -24,6 +23,7 @@ __all__ = ["pack_distilbert"]
 def pack_distilbert(encoder: torch.nn.Module, _owner: torch.nn.Module | None) -> int:
     """Let `encoder` work on packed tokens; return its attention layers. Its owner's head stays as it is."""
     stack = encoder.transformer
+    encoder.packed_head_masks = "head_mask" in inspect.signature(stack.forward).parameters
     mix_in(_Encoder, encoder)
     mix_in(_Embeddings, encoder.embeddings)
     for layer in stack.layer:
@@ -32,6 +32,8 @@ def pack_distilbert(encoder: torch.nn.Module, _owner: torch.nn.Module | None) ->
 
 
 class _Encoder(PackedEncoder):
+    packed_head_masks = False  # whether its stack of layers asks for them, as in 4.53
+
     def forward(self, input_ids=None, attention_mask=None, *args: Any, **kwargs: Any):
         packing = self.packing_of(input_ids, attention_mask, args, kwargs)
         if packing is None:
@@ -39,7 +41,10 @@ class _Encoder(PackedEncoder):
         positions = packing.pack(self.positions_of(input_ids))
         hidden = self.embeddings(packing.pack(input_ids), packed_positions=positions)
         hidden = for_compiled(hidden, self.transformer.layer)
-        hidden = self.transformer(hidden, packing, **_arguments(self.transformer))[0]
+        others: dict[str, Any] = {}
+        if self.packed_head_masks:  # one for each layer there is now
+            others = {"head_mask": [None] * len(self.transformer.layer), "return_dict": True}
+        hidden = self.transformer(hidden, packing, **others)[0]
         first = asked_for_first(self.transformer.layer[-1])
         out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
         return self.returned(out, kwargs.get("return_dict"))
@@ -47,17 +52,6 @@ class _Encoder(PackedEncoder):
     def positions_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the padded embeddings would use: columns of the batch, padding on the left included."""
         return self.embeddings.position_ids[:, : input_ids.shape[1]]
-
-
-def _arguments(stack: torch.nn.Module) -> dict[str, Any]:
-    """What 4.53 asks for besides: one mask of heads for each layer there is now, and what is to be returned."""
-    takes_masks = "head_mask" in _parameters(stock_class(type(stack)))
-    return {"head_mask": [None] * len(stack.layer), "return_dict": True} if takes_masks else {}
-
-
-@cache
-def _parameters(cls: type) -> frozenset[str]:
-    return frozenset(inspect.signature(cls.forward).parameters)
 
 
 class _Embeddings:

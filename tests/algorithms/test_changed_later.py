@@ -82,6 +82,8 @@ CASES += [("Bert", chunks), ("DistilBert", chunks), ("Bert", decoder)]
 @pytest.mark.parametrize(("family", "change"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_unpadding(family: str, change: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     """What its packed layers know nothing of is computed by the stock forward pass, and that is said."""
+    if change is no_dropout and transformers.__version__ >= "5" and family in ("Bert", "DistilBert"):
+        pytest.skip("in transformers 5 the stock model reads its dropout's rate")
     stock = make(family)
     fast, untouched = copy.deepcopy(stock), copy.deepcopy(stock)
     assert apply_unpadding(fast) == 3
