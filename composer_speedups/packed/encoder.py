@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
 from composer_speedups.compat import attention_dropout
-from composer_speedups.families import layers_of, stack_of
+from composer_speedups.families import attention_of, layers_of, stack_of, unwrapped
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.attention_trial import Trials
 from composer_speedups.kernels.packed_attention import packed_attention
@@ -132,20 +132,14 @@ class PackedAttention:
 
 
 def changed(encoder: torch.nn.Module) -> str | None:
-    """What was done to `encoder` since it was packed that its packed layers know nothing of; None if nothing was.
-
-    Asked at each forward pass, so it looks into modules' own dictionaries: `getattr` takes ten times as long.
-    """
+    """What was done to `encoder` since it was packed that its packed layers know nothing of; None if nothing was."""
     if getattr(encoder.config, "is_decoder", False):
         return "config.is_decoder is True"
     for layer in layers_of(stack_of(encoder)):
-        layer = layer._modules.get("_orig_mod", layer)  # as torch.compile wraps it
-        inside = layer._modules
-        block = inside.get("attention") or inside.get("attn") or layer
-        attention = block._modules.get("self") or block._modules.get("attn") or block
+        attention, layer = attention_of(layer), unwrapped(layer)
         if not isinstance(attention, PackedAttention):
             return f"{type(layer).__name__} came into the model after Unpadding"
-        if any(vars(part).get("chunk_size_feed_forward") for part in (layer, inside.get("ffn", layer))):
+        if any(vars(part).get("chunk_size_feed_forward") for part in (layer, layer._modules.get("ffn", layer))):
             return "chunk_size_feed_forward cuts padded rows"
         dropout = attention._modules.get("dropout")  # not called: of its hooks none hears, as under transformers' SDPA
         if dropout is not None and not known_code(type(dropout)):

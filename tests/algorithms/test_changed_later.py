@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from unpadded import FAMILIES, batch, compare, tiny_config, with_random_weights
 
 from composer_speedups import apply_last_layer_subset, apply_unpadding
@@ -59,6 +60,11 @@ def one_more_layer(model: torch.nn.Module, stock: torch.nn.Module) -> None:
     model.config.num_hidden_layers = 4
 
 
+def wrapped(model: torch.nn.Module, stock: torch.nn.Module) -> None:
+    """As FSDP and Composer's activation checkpointing wrap layers, when the speed-ups are in the model."""
+    layers(model)[1] = checkpoint_wrapper(layers(model)[1])
+
+
 def fewer_layers(model: torch.nn.Module, stock: torch.nn.Module) -> None:
     del layers(model)[1]
 
@@ -72,7 +78,7 @@ def decoder(model: torch.nn.Module, stock: torch.nn.Module) -> None:
     model.config.is_decoder = True
 
 
-STILL_PACKED = (no_dropout, one_more_layer, fewer_layers)
+STILL_PACKED = (no_dropout, one_more_layer, fewer_layers, wrapped)
 PADDED = (own_dropout, foreign_layer)
 EACH = ("Bert", "DistilBert", "MPNet", "DebertaV2")
 CASES = [(family, change) for family in EACH for change in STILL_PACKED + PADDED]
