@@ -18,12 +18,12 @@ from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["PackedBert", "pack_bert", "pack_parts"]
+__all__ = ["PackedBert", "PackedBertAttention", "pack_bert", "pack_parts"]
 
 
 def pack_bert(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
     """Let `encoder`, and the head of `owner` where one works on packed tokens, do so; return its attention layers."""
-    return pack_parts(encoder, owner, _Encoder, _Attention)
+    return pack_parts(encoder, owner, _Encoder, PackedBertAttention)
 
 
 def pack_parts(encoder: torch.nn.Module, owner: torch.nn.Module | None, whole: type, attention: type) -> int:
@@ -109,11 +109,17 @@ class _Encoder(PackedBert):
         return self.packed(packing, input_ids, token_type_ids, position_ids, kwargs)
 
 
-class _Attention(PackedAttention):
+class PackedBertAttention(PackedAttention):
+    """The attention of such an encoder, which takes hidden states and the mask as BERT's does."""
+
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
         if not isinstance(attention_mask, Packing):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        return self.attend(self.project(hidden_states), attention_mask), None
+        return self.packed(hidden_states, attention_mask, *args, **kwargs)
+
+    def packed(self, hidden_states: torch.Tensor, packing: Packing, *args: Any, **kwargs: Any) -> tuple:
+        """What the layer returns for packed tokens."""
+        return self.attend(self.project(hidden_states), packing), None
 
     def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
         return self.query, self.key, self.value

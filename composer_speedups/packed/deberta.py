@@ -19,8 +19,8 @@ from composer_speedups.compat import attention_dropout
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.disentangled import Places, disentangled_attention, in_c
 from composer_speedups.kernels.varlen_attention import varlen_attention
-from composer_speedups.packed.bert import pack_parts
-from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for_compiled
+from composer_speedups.packed.bert import PackedBertAttention, pack_parts
+from composer_speedups.packed.encoder import PackedEncoder, for_compiled
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
@@ -72,11 +72,8 @@ class _Stack:
         return BaseModelOutput(last_hidden_state=hidden)
 
 
-class _Attention(PackedAttention):
-    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
-        packing = attention_mask
-        if not isinstance(packing, Packing):
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+class _Attention(PackedBertAttention):
+    def packed(self, hidden_states: torch.Tensor, packing: Packing, *args: Any, **kwargs: Any) -> tuple:
         q, k, v = self.project(hidden_states)
         dropout, scale = attention_dropout(self), scale_of(self)
         if not _kinds(self):

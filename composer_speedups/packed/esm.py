@@ -15,8 +15,7 @@ import torch
 
 from composer_speedups.kernels.rotary import rotary, serves
 from composer_speedups.kernels.tensors import shape_only
-from composer_speedups.packed.bert import PackedBert, pack_parts
-from composer_speedups.packed.encoder import PackedAttention
+from composer_speedups.packed.bert import PackedBert, PackedBertAttention, pack_parts
 from composer_speedups.packed.modernbert import Rotations, turned
 from composer_speedups.packed.packing import Packing
 
@@ -91,16 +90,10 @@ class _Encoder(PackedBert):
         return self.rotary_embeddings(like, positions)
 
 
-class _Attention(PackedAttention):
-    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
-        packing = attention_mask
-        if not isinstance(packing, Packing):
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+class _Attention(PackedBertAttention):
+    def packed(self, hidden_states: torch.Tensor, packing: Packing, *args: Any, **kwargs: Any) -> tuple:
         q, k, v = self.project(hidden_states)
         if packing.rotations is not None:
             # Queries are scaled with the scores, not before as in the stock code: to a rounding the same.
             q, k = esm_turned(self, packing.rotations, q, k)
         return self.attend((q, k, v), packing), None
-
-    def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
-        return self.query, self.key, self.value

@@ -19,8 +19,8 @@ from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.disentangled import Places, in_c
 from composer_speedups.kernels.distance_bias import distance_biased_attention, padded_bias
 from composer_speedups.kernels.tensors import compute_dtype
-from composer_speedups.packed.bert import PackedBert, pack_parts
-from composer_speedups.packed.encoder import PackedAttention, compiled
+from composer_speedups.packed.bert import PackedBert, PackedBertAttention, pack_parts
+from composer_speedups.packed.encoder import compiled
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
@@ -80,11 +80,8 @@ class _Stack:
         return padded_bias(table, packing.places, packing.lengths, dtype)
 
 
-class _Attention(PackedAttention):
-    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
-        packing = attention_mask
-        if not isinstance(packing, Packing):
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+class _Attention(PackedBertAttention):
+    def packed(self, hidden_states: torch.Tensor, packing: Packing, *args: Any, **kwargs: Any) -> tuple:
         table = kwargs["position_bias"] if "position_bias" in kwargs else args[_AT]
         q, k, v = self.project(hidden_states)
         dropout, scale = attention_dropout(self), q.shape[-1] ** -0.5
