@@ -41,6 +41,7 @@ def busy(cores: int) -> Iterator[None]:
             other.wait()
 
 
+@pytest.mark.elsewhere
 def test_other_work_on_all_cores_is_seen():
     with Isolation("test_contention:compute") as isolation:
         isolation.run(0.0)  # its modules are imported

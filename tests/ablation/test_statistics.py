@@ -27,6 +27,7 @@ def quality(rng: random.Random, count: int, accuracy: float, loss: float) -> dic
     }
 
 
+@pytest.mark.elsewhere
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
 def test_the_same_recipe_twice_seldom_differs(count: int):
     """At 99 % confidence one in a hundred may; 300 tries with a rate of 1 % exceed 7 once in a hundred times."""
@@ -73,6 +74,7 @@ def test_the_same_recipe_twice_twenty_times_differs_once_at_most():
     assert sum(count > 1 for count in counts) <= 1, counts
 
 
+@pytest.mark.elsewhere
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_twenty_copies_in_one_study_differ_once_at_most(seeds: int):
     """Here all rows share one baseline: if it is off, all are. Still one study in ten at most may claim two."""

@@ -30,6 +30,7 @@ print(plain, faults())
 """
 
 
+@pytest.mark.elsewhere  # glibc is the same with each
 @pytest.mark.skipif(reuse_host_memory._why_not() is not None, reason="glibc's malloc is not in use here")
 def test_freed_pages_are_used_again() -> None:
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)

@@ -332,6 +332,7 @@ def seen_on_two_ranks(request, tmp_path_factory):
     return json.loads((folder / "seen.json").read_text())
 
 
+@pytest.mark.elsewhere
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["budget", "grouped"])
 @pytest.mark.parametrize("loop", ["bare", "made before", "made after", "trainer"])

@@ -118,6 +118,7 @@ measure, table = limits.measure, limits.table
 """
 
 
+@pytest.mark.elsewhere
 def test_what_ends_a_process_of_kernels_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

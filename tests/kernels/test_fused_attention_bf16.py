@@ -185,6 +185,7 @@ FAULTS = {  # what both kernels share is tried with one of them
 }
 
 
+@pytest.mark.elsewhere  # GCC is the same with each
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("kernel", "name"), [(k, name) for k in FAULTS for name in FAULTS[k]], indirect=["kernel"])
 def test_planted_faults_in_c_are_found(kernel: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +241,7 @@ ALL_OVERRUNS = [(k, name, fault, False) for k in APART for name, fault in OVERRU
 ALL_OVERRUNS += [(k, name, fault, True) for k, faults in APART.items() for name, fault in faults.items()]
 
 
+@pytest.mark.elsewhere  # GCC is the same with each
 @pytest.mark.parametrize(
     ("kernel", "name", "fault", "apart"),
     [pytest.param(*case, id=f"{case[0]}-{case[1]}{'-apart' * case[3]}") for case in ALL_OVERRUNS],

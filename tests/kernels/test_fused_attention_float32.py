@@ -169,6 +169,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.elsewhere  # GCC is the same with each
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("vectors", VECTORS)
 @pytest.mark.parametrize("name", MUTANTS)
@@ -199,6 +200,7 @@ OVERRUNS = {
 }
 
 
+@pytest.mark.elsewhere  # GCC is the same with each
 @pytest.mark.parametrize("vectors", VECTORS)
 @pytest.mark.parametrize("name", OVERRUNS)
 def test_no_memory_but_its_own_is_touched(name: str, vectors: str, tmp_path: Path) -> None:
