@@ -12,7 +12,7 @@ from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.hardware import hardware, peaks_at_work, summary
-from composer_speedups.isolation.isolate import Isolation
+from composer_speedups.isolation.isolate import Isolation, Outcome
 from composer_speedups.isolation.look import look
 from composer_speedups.isolation.ranks import together
 from composer_speedups.recipes.schema import in_samples
@@ -127,6 +127,12 @@ class Tries:
             tick=self.display.tick,
             ranks=self.settings.ranks,
         )
+        result = self._result(outcome, whole)
+        self.display.say(f"  {label}, {steps} steps: {_told(result)}")
+        return result
+
+    def _result(self, outcome: Outcome, whole: bool) -> dict[str, Any]:
+        """What came of a try, as the record keeps it."""
         value = outcome.value if isinstance(outcome.value, dict) else {}
         status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
         if outcome.killed and not self.cuda:
@@ -138,13 +144,12 @@ class Tries:
             status, reason = "over_limit", f"{peak / 1e9:.2f} GB"
         losses = [loss for loss in value.get("losses") or [] if loss is not None]
         tail = losses[-max(1, len(losses) // 4) :] if value.get("finite", True) else []
-        loss = sum(tail) / len(tail) if tail else None
-        result = {
+        return {
             "status": status,
             "reason": " ".join(str(reason).split()),
             "samples_per_second": value.get("samples_per_second"),
             "peak_memory_bytes": peak,
-            "loss": loss,
+            "loss": sum(tail) / len(tail) if tail else None,
             "first": sum(losses[:3]) / len(losses[:3]) if losses else None,
             "tail": [round(one, 5) for one in tail],
             **({key: value.get(key) for key in ("eval_loss", "eval_accuracy")} if whole else {}),
@@ -153,22 +158,6 @@ class Tries:
             "overlapped": not outcome.alone,
             "killed": outcome.killed,
         }
-        facts = [f"{outcome.seconds:.1f} s"]
-        if result["samples_per_second"]:
-            facts.append(f"{result['samples_per_second']:.4g} samples/s")
-        if peak:
-            facts.append(f"{peak / 1e6:,.0f} MB")
-        if result["loss"] is not None:
-            facts.append(f"loss {result['loss']:.4f}")
-            if result.get("eval_loss") is not None:
-                facts[-1] += f", on evaluation texts {result['eval_loss']:.4f}"
-        elif status == "ok":
-            facts.append("the loss was not finite")
-        if not outcome.alone:
-            facts.append("beside other work")
-        words = "" if status == "ok" else f"{status.replace('_', ' ')}: {result['reason']}; "
-        self.display.say(f"  {label}, {steps} steps: {words}{', '.join(facts)}")
-        return result
 
     def _whole_memory(self) -> int | None:
         """The memory that a rank of a try may take where the user sets no limit."""
@@ -190,3 +179,22 @@ class Tries:
         samples = in_samples(warmup, self.samples, self.recipe.batch_size)
         # A share is below 1: such a training is warm-up to its end.
         return f"{min(0.999999, samples / self.own_samples()):.6f}dur"
+
+
+def _told(result: Mapping[str, Any]) -> str:
+    """The `result` of a try on one line."""
+    facts = [f"{result['seconds']:.1f} s"]
+    if result["samples_per_second"]:
+        facts.append(f"{result['samples_per_second']:.4g} samples/s")
+    if result["peak_memory_bytes"]:
+        facts.append(f"{result['peak_memory_bytes'] / 1e6:,.0f} MB")
+    if result["loss"] is not None:
+        facts.append(f"loss {result['loss']:.4f}")
+        if result.get("eval_loss") is not None:
+            facts[-1] += f", on evaluation texts {result['eval_loss']:.4f}"
+    elif result["status"] == "ok":
+        facts.append("the loss was not finite")
+    if result["overlapped"]:
+        facts.append("beside other work")
+    words = "" if result["status"] == "ok" else f"{result['status'].replace('_', ' ')}: {result['reason']}; "
+    return words + ", ".join(facts)

@@ -122,19 +122,25 @@ def verify(
         notes += chance
     updates = worst(compare_updates(plain, optimizer, algorithms, watch), _excess)
     seen += another_optimizer(algorithms, watch)
-    mask = first.batch.get("attention_mask") if isinstance(first.batch, Mapping) else None
-    counts = [one for one in everyones(None if mask is None else (int(mask.sum()), mask.numel())) if one is not None]
-    tokens, places = sum(real for real, _ in counts), sum(all_ for _, all_ in counts)
     wrong = [*seen, *_wrong(plain, comparisons, updates, watch)]
     return Verification(
         comparisons,
         updates,
-        tokens if counts else None,
-        1 - tokens / places if counts else 0.0,
+        *_tokens_and_padding(first.batch),
         changed,
         notes,
         list(dict.fromkeys(line for lines in everyones(wrong) for line in lines)),
     )
+
+
+def _tokens_and_padding(batch: Any) -> tuple[int | None, float]:
+    """The real tokens of all ranks' parts of a batch, None if it does not say, and the share of padding."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    counts = [one for one in everyones(None if mask is None else (int(mask.sum()), mask.numel())) if one is not None]
+    if not counts:
+        return None, 0.0
+    real, places = (sum(column) for column in zip(*counts, strict=True))
+    return real, 1 - real / places
 
 
 def _excess(updates: Updates | None) -> float:
