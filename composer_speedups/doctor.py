@@ -63,6 +63,7 @@ class Need:
         free: bytes that are free on the device; None if nobody knows.
         largest: the largest batch that would fit, where `free` is known.
         remedy: where it does not fit: what to switch on, if anything helps.
+        ranks: that train together. Memory is of each of them, batches are of all.
     """
 
     what: str
@@ -70,6 +71,7 @@ class Need:
     free: int | None
     largest: int | None
     remedy: Remedy | None = None
+    ranks: int = 1
 
     @property
     def fits(self) -> bool | None:
@@ -117,19 +119,22 @@ def memory_need(
     batch: int | None = None,
     length: int | None = None,
     progress: Callable[[str], None] | None = None,
+    ranks: int = 1,
 ) -> Need:
     """The memory by kind of a step, from shapes alone: nothing is trained, and no weights are loaded.
 
     Args:
         model: the folder of a Hugging Face model, or its name; None is the recipe's, or BERT-base.
         recipe: name or path; None is a plain float32 classifier with a for-loop AdamW.
-        batch: samples a forward pass; None is the recipe's, or 32.
+        batch: samples a forward pass, of all ranks together; None is the recipe's, or 32.
         length: tokens a sample; None is the recipe's, or 256. A recipe that computes on real tokens only is counted
             with lengths as its task has them, if the task's texts are on this machine.
         progress: called with short lines while those texts are read.
+        ranks: processes that train together under DDP: one for each GPU, or for some of the cores.
 
     Raises:
-        UserError: recipe or model cannot be had, or the model is none whose memory can be predicted.
+        UserError: recipe or model cannot be had, the model is none whose memory can be predicted, or the batch cannot
+            be shared by the ranks.
     """
     from composer_speedups.fitting import what_fits
     from composer_speedups.measurement.memory import free_memory, largest_batch, predict, rows_per_pass
@@ -137,8 +142,12 @@ def memory_need(
     chosen = _recipe_to_predict(model, recipe, batch, length)
     name = chosen.model.name
     device = torch.device(hardware.hardware())
-    rows = batch or rows_per_pass(chosen)
+    if why := chosen.unshared_by(ranks):
+        raise UserError(why)
+    rows = batch // ranks if batch else rows_per_pass(chosen, ranks=ranks)
     free, largest = free_memory(device), None
+    if free is not None and device.type == "cpu":
+        free //= ranks
     lengths = None if length is not None else _typical_lengths(chosen, rows, progress)
     # With the texts' own lengths where they count: as many tokens as rows of their mean have.
     mean = None if lengths is None else round(sum(lengths) / len(lengths))
@@ -146,12 +155,12 @@ def memory_need(
     remedy = None
 
     def predicted_for(one: Recipe) -> Memory:
-        return predict(one, batch_size=rows, length=width, lengths=lengths, device=device)
+        return predict(one, batch_size=rows, length=width, lengths=lengths, device=device, ranks=ranks)
 
     try:
         predicted = predicted_for(chosen)
         if free is not None:
-            largest = largest_batch(chosen, free, length=mean)
+            largest = largest_batch(chosen, free, length=mean, ranks=ranks)
             # It looks at multiples of eight only: the size that was asked for may lie above the last one that fits.
             largest = max(largest, rows) if predicted.peak <= free else largest
             remedy = None if predicted.peak <= free else what_fits(chosen, predicted.peak, free, predicted_for, device)
@@ -163,7 +172,8 @@ def memory_need(
         ) from error
     tokens = f"{chosen.task.max_length} tokens" if mean is None else f"{mean} tokens (the task's mean)"
     label = chosen.name if recipe is not None else "float32 with AdamW"
-    return Need(f"{name}, batch {rows} of {tokens}, {label}", predicted, free, largest, remedy)
+    what = f"{name}, batch {rows * ranks} of {tokens}, {label}"
+    return Need(what, predicted, free, None if largest is None else largest * ranks, remedy, ranks)
 
 
 def _recipe_to_predict(model: str | None, recipe: str | None, batch: int | None, length: int | None) -> Recipe:
@@ -326,6 +336,8 @@ def _first(
         yield "unpadding", {}, "no work on padding; pays where texts differ in length"
     elif can.get("length_grouped_batches"):
         yield "length_grouped_batches", {}, "less padding; pays where texts differ in length. Compare the quality, too"
+    if can.get("gradient_as_bucket_view"):
+        yield "gradient_as_bucket_view", {}, "ranks exchange the gradients where they lie; one copy less"
     if can.get("fast_dropout") and environment["hardware"] == "cpu":
         yield "fast_dropout", {}, "torch draws dropout masks with one thread; other masks, the same statistics"
     if can["torch.compile"]:

@@ -14,14 +14,16 @@ from composer_speedups.speedup import conflict, contradicted
 
 __all__ = ["Remedy", "what_fits"]
 
-# From what costs nothing to what changes the update; together in this order.
+# From what costs nothing to what changes the update; together in this order. Of the first two one is for several
+# ranks, and one for a process alone.
 _LADDER = (
-    ("gradient_release",),
+    ("gradient_as_bucket_view", "gradient_release"),
     ("gradient_checkpointing",),
-    ("gradient_release", "gradient_checkpointing"),
-    ("gradient_release", "gradient_checkpointing", "adamw_8bit"),
+    ("gradient_as_bucket_view", "gradient_release", "gradient_checkpointing"),
+    ("gradient_as_bucket_view", "gradient_release", "gradient_checkpointing", "adamw_8bit"),
 )
 _PRICES = {
+    "gradient_as_bucket_view": "the same gradients, once instead of twice",
     "gradient_release": "the same updates, gradients gone at once",
     "gradient_checkpointing": "the same gradients, a third more compute",
     "adamw_8bit": "moments in 8 bits",

@@ -203,6 +203,33 @@ def test_a_recipe_needs_less_with_its_speed_ups(one_layer):
     assert packed.activations < 0.5 * plain.activations
 
 
+def test_memory_of_each_of_two_ranks(one_layer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """As `predict` has it of their shares; `test_study_of_ranks.py` measures what it predicts."""
+    monkeypatch.setenv("WORLD_SIZE", "1")  # which the command sets for its own process
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * 2**30)
+    recipe = one_layer("demo/fp32")
+    assert main(["doctor", "--recipe", recipe, "--ranks", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "of each of 2 ranks: bert-base-uncased, batch 32 of 128 tokens, demo_fp32" in text
+    assert "free for each 1.00 GiB fits; the largest batch" in " ".join(text.split())
+    assert re.search(r"^gradient_as_bucket_view +yes", text, re.M) and re.search(r"^gradient_release +no", text, re.M)
+    need = memory_need(recipe=recipe, ranks=2)
+    assert need.memory.buckets == need.memory.gradients > 0 and need.memory.buckets // 2**20 > 0
+    assert re.search(rf"^buckets +{need.memory.buckets / 2**20:.1f} MiB", text, re.M)
+    assert need.memory.activations == memory_need(recipe=recipe, batch=16).memory.activations
+    viewed = memory_need(recipe=one_layer("demo/fp32", "speedups: {gradient_as_bucket_view: {}}\n"), ranks=2)
+    assert viewed.memory.peak == need.memory.peak - need.memory.buckets
+    assert need.largest % 2 == 0 and need.largest > 32
+
+
+def test_ranks_that_cannot_share_a_batch_or_are_too_many(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["doctor", "--batch", "33", "--ranks", "2"]) == 2
+    assert "batch_size 33 cannot be shared by 2 ranks: choose a multiple of 2" in capsys.readouterr().err
+    assert main(["doctor", "--ranks", "5000"]) == 2
+    assert re.fullmatch(r"error: 5000 ranks need a (core|GPU) each, .*\n", capsys.readouterr().err)
+
+
 def test_real_tokens_only_are_counted_with_the_tasks_own_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Against what a step of the recipe then kept, as a run's own look inside measures it."""
     sizes = "{num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 2, intermediate_size: 128}"

@@ -14,7 +14,12 @@ from composer_speedups.measurement import memory
 from composer_speedups.measurement.memory import Memory, predict
 from composer_speedups.recipes import Recipe, load_recipe
 
-RELEASE, CHECKPOINT, EIGHT = "gradient_release", "gradient_checkpointing", "adamw_8bit"
+VIEWS, RELEASE, CHECKPOINT, EIGHT = (
+    "gradient_as_bucket_view",
+    "gradient_release",
+    "gradient_checkpointing",
+    "adamw_8bit",
+)
 CPU = torch.device("cpu")
 
 
@@ -48,6 +53,19 @@ def test_the_cheapest_that_fits(keys: tuple[str, ...], rows: int) -> None:
     assert len(found.prices) == len(keys)
     less = what_fits(load(), plain, enough - 1, predicted, CPU)
     assert less is not None and (less.speedups != keys or not less.fits)
+
+
+def test_of_several_ranks_gradients_are_not_released_but_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def predicted(recipe: Recipe) -> Memory:
+        return predict(recipe, lengths=[64], length=64, ranks=2)
+
+    enough, plain = peak(predicted, VIEWS), peak(predicted)
+    found = what_fits(load(), plain, enough, predicted, CPU)
+    assert found is not None and (found.speedups, found.peak, found.fits) == ((VIEWS,), enough, True)
+    less = what_fits(load(), plain, 1000, predicted, CPU)
+    assert less is not None and less.speedups == (VIEWS, CHECKPOINT, EIGHT)
 
 
 def test_where_nothing_fits_the_leanest_is_told() -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from composer_speedups import hardware
 from composer_speedups.errors import ConflictError, TaskError, UserError, first_line
-from composer_speedups.isolation.ranks import share_cores
+from composer_speedups.isolation.ranks import look_for, share_cores
 from composer_speedups.measurement.results import INSIDE, Progress
 from composer_speedups.recipes import Recipe, check_speedups
 from composer_speedups.tasks.inputs import changed
 from composer_speedups.verification.findings import samples_for
 
-__all__ = ["PRELOAD", "look_for", "look_inside", "survey", "train", "verify"]
+__all__ = ["PRELOAD", "look_inside", "survey", "train", "verify"]
 
 # Imported once and shared by all runs. None of them may start a thread or touch CUDA.
 PRELOAD = (
@@ -81,12 +80,6 @@ def survey(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, 
         except RuntimeError as error:  # no such matmul on this device, or no memory for it
             answer["unmeasured"][precision] = first_line(error)
     return answer
-
-
-def look_for(ranks: int) -> None:
-    """Have this process, which is to look before others train, find what each of `ranks` would."""
-    if ranks > 1:
-        os.environ["WORLD_SIZE"] = str(ranks)  # what Composer, and speed-ups about several ranks, ask for
 
 
 def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, Any]:

@@ -30,6 +30,10 @@ def doctor(
     ] = None,
     length: Annotated[int | None, typer.Option(help="Memory for samples of so many tokens.", min=8, max=32768)] = None,
     recipe: Annotated[str | None, typer.Option(metavar="NAME|PATH", help="Memory that this recipe needs.")] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(help="Memory of each of so many processes that train together (DDP): one for each GPU.", min=1),
+    ] = 1,
 ) -> None:
     """Say what this machine supports, which sizes of a model miss its multiples, and what to switch on first.
 
@@ -37,15 +41,18 @@ def doctor(
     """
     from composer_speedups import hardware
     from composer_speedups.ablation.terminal import make_console
+    from composer_speedups.isolation.ranks import check_ranks, look_for
 
     with importing():
         from composer_speedups.doctor import examine, memory_need
 
     console = make_console()
+    look_for(ranks)
     found = examine(model)
-    asked = any(option is not None for option in (model, batch, length, recipe))
+    check_ranks(ranks, found.environment)
+    asked = any(option is not None for option in (model, batch, length, recipe)) or ranks > 1
     # A mistake is told before anything else.
-    need = memory_need(model, recipe, batch, length, _progress(console)) if asked else None
+    need = memory_need(model, recipe, batch, length, _progress(console), ranks) if asked else None
     facts = found.environment
     console.print(f"On {hardware.summary(facts)}", markup=False, highlight=False)
     if facts.get("driver"):
@@ -93,12 +100,14 @@ def _memory(console: Console, need: Need) -> None:
 
     from composer_speedups.measurement.memory import MOST
 
-    console.print(f"\n[bold]Memory[/] of {escape(need.what)}", highlight=False)
+    whose = f" of each of {need.ranks} ranks:" if need.ranks > 1 else " of"
+    console.print(f"\n[bold]Memory[/]{whose} {escape(need.what)}", highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(overflow="fold")
     memory = need.memory
+    buckets = [("buckets", memory.buckets, "DDP's, to exchange gradients")] if memory.buckets else []
     gradients = "they come as activations go"
     if memory.accumulated:
         gradients = "kept from one microbatch to the next"
@@ -107,6 +116,7 @@ def _memory(console: Console, need: Need) -> None:
     for name, size, text in (
         ("weights", memory.weights, ""),
         ("gradients", memory.gradients, gradients),
+        *buckets,
         ("optimizer", memory.optimizer, ""),
         ("activations", memory.activations, "kept for the backward pass"),
         ("temporary", memory.temporary, "in the fullest moment"),
@@ -115,13 +125,14 @@ def _memory(console: Console, need: Need) -> None:
         table.add_row(name, _size(size), text)
     if need.free is not None:
         words = "fits" if need.fits else "does not fit"
-        if need.largest == MOST:
-            words += f"; so do {MOST:,} samples, and more were not tried"
+        if need.largest == (most := MOST * need.ranks):
+            words += f"; so do {most:,} samples, and more were not tried"
         else:
             words += (
                 f"; the largest batch that fits is {need.largest}" if need.largest else "; not even one sample does"
             )
-        table.add_row("free here", _size(need.free), f"{'[green]' if need.fits else '[yellow]'}{words}[/]")
+        name = "free here" if need.ranks == 1 else "free for each"
+        table.add_row(name, _size(need.free), f"{'[green]' if need.fits else '[yellow]'}{words}[/]")
     if need.remedy is not None:
         table.add_row("with", _size(need.remedy.peak), _remedy(need.remedy))
     console.print(table)

@@ -18,7 +18,7 @@ from typing import Any
 
 from composer_speedups.errors import UserError
 
-__all__ = ["Ranks", "check_ranks", "die_with", "share_cores", "together", "train_words"]
+__all__ = ["Ranks", "check_ranks", "die_with", "look_for", "share_cores", "together", "train_words"]
 
 _PATIENCE = 3.0  # seconds in which a rank that failed first is heard
 _WELL = "well"  # the last word of a rank that has done its part
@@ -134,6 +134,12 @@ def share_cores() -> None:
 
     if (ranks := dist.get_world_size()) > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+
+
+def look_for(ranks: int) -> None:
+    """Have this process, which only looks before others train, find what each of `ranks` would."""
+    if ranks > 1:
+        os.environ["WORLD_SIZE"] = str(ranks)  # what Composer, and speed-ups about several ranks, ask for
 
 
 def check_ranks(ranks: int, facts: Mapping[str, Any]) -> None:

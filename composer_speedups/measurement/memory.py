@@ -179,16 +179,16 @@ def rows_per_pass(recipe: Recipe, length: int | None = None, ranks: int = 1) -> 
     return -(-budget // (length or recipe.task.max_length))
 
 
-def largest_batch(recipe: Recipe, free: int, *, length: int | None = None, step: int = 8) -> int:
+def largest_batch(recipe: Recipe, free: int, *, length: int | None = None, step: int = 8, ranks: int = 1) -> int:
     """The largest batch whose predicted peak is at most `free` bytes: a multiple of `step`, or below it any number.
 
-    0 if not even one sample fits; `MOST` if that many do.
+    0 if not even one sample fits; `MOST` if that many do. Of several `ranks` it is what each of them takes.
     """
     known: dict[int, int] = {}
 
     def peak(size: int) -> int:
         if size not in known:
-            known[size] = predict(recipe, batch_size=size, length=length).peak
+            known[size] = predict(recipe, batch_size=size, length=length, ranks=ranks).peak
         return known[size]
 
     fits, size, unit = 0, step, step

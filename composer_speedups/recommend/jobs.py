@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from composer_speedups import doctor, hardware, registry
-from composer_speedups.ablation.jobs import look_for
 from composer_speedups.errors import UserError
+from composer_speedups.isolation.ranks import look_for
 from composer_speedups.tasks import build_task
 
 __all__ = ["candidates"]
