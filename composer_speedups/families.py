@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 __all__ = [
+    "ALBERT",
     "BERT_LIKE",
     "CAUSAL",
+    "CUT",
     "DEBERTA",
     "DISTILBERT",
     "ESM",
@@ -42,9 +44,11 @@ MODERNBERT = (
 MPNET = ("mpnet",)  # BERT's modules; scores have a number for the distance, which its encoder brings
 DEBERTA = ("deberta-v2",)  # and v3; scores have products with relative positions, which its encoder brings
 ESM = ("esm",)  # of proteins; rotary positions in ESM-2, norms before what they feed
-UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *MPNET, *DEBERTA, *ESM)
+ALBERT = ("albert",)  # one layer that is run again and again, or a few of them, in groups
+UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *MPNET, *DEBERTA, *ESM, *ALBERT)
 
 GRAPHED = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)  # of which `CUDAGraphs` knows what the host reads
+CUT = tuple(family for family in UNPADDABLE if family not in ALBERT)  # whose last layer `LastLayerSubset` may cut
 
 MASKED = ("ForMaskedLM",)
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -70,8 +74,13 @@ def stack_of(encoder: torch.nn.Module | None) -> torch.nn.Module | None:
 
 
 def layers_of(stack: torch.nn.Module | None) -> torch.nn.ModuleList | None:
-    """The layers that the module `stack_of` an encoder runs, in order; None if it has none."""
+    """The layers that the module `stack_of` an encoder runs, in order; None if it has none.
+
+    ALBERT's are its groups, each of one layer in every published model, which it may run several times.
+    """
+    # Compilers trace it, and the one of torch 2.7 knows no `next` of a generator.
     layers = getattr(stack, "layer", None) or getattr(stack, "layers", None)
+    layers = layers or getattr(stack, "albert_layer_groups", None)
     return layers if isinstance(layers, torch.nn.ModuleList) else None
 
 

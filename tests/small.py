@@ -44,6 +44,9 @@ def config_of(family: str, **values: object):
         own = dict(type_vocab_size=0, position_biased_input=False, position_buckets=4, norm_rel_ebd="layer_norm")
         own |= dict(relative_attention=True, pos_att_type=["p2c", "c2p"], share_att_key=True, pooler_dropout=0.0)
         values = own | values
+    elif family == "Albert":  # each layer of weights of its own
+        own = dict(num_hidden_groups=values["num_hidden_layers"], classifier_dropout_prob=0.0)
+        values = own | values
     elif family == "Esm":  # as ESM-2
         # Queries are scaled before they are turned, which transformers 5 does in float32, and by us with the scores: in
         # float64 the same numbers where the scale is a power of two, 1/4, so that nothing is seen of float32 roundings

@@ -20,6 +20,7 @@ FAMILIES = {  # and their padding ids
     "MPNet": 1,
     "DebertaV2": 0,
     "Esm": 1,
+    "Albert": 0,
 }
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
 
@@ -39,6 +40,8 @@ KINDS = [
     ("DebertaV2", "ForTokenClassification"),
     ("Esm", "ForSequenceClassification"),
     ("Esm", "ForMaskedLM"),
+    ("Albert", "ForSequenceClassification"),
+    ("Albert", "ForMaskedLM"),
 ]
 
 
@@ -67,7 +70,7 @@ def with_random_weights(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def make(family: str = "Bert", head: str = "ForSequenceClassification", **changes: object) -> torch.nn.Module:
-    own = {"embedding_size": 16} if family == "Electra" else {}
+    own = {"embedding_size": 16} if family in ("Electra", "Albert") else {}
     if not hasattr(transformers, family + head):
         pytest.skip(f"transformers has no {family}{head}")
     return with_random_weights(getattr(transformers, family + head)(tiny_config(family, **(own | changes))).double())

@@ -30,8 +30,8 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.families import (
+    CUT,
     MODERNBERT,
-    UNPADDABLE,
     adds_to_scores,
     attention_of,
     layers_of,
@@ -80,7 +80,7 @@ class LastLayerSubset(SpeedUp):
         self.report(
             logger,
             count,
-            f"no sequence classifier of {', '.join(UNPADDABLE)} with transformers' own forward in the model; other "
+            f"no sequence classifier of {', '.join(CUT)} with transformers' own forward in the model; other "
             "heads read every token",
             already=having(state.model, _Owner),
         )

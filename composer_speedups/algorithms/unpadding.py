@@ -23,8 +23,9 @@ completely and needs no knowledge of the model; with both the results are right,
 `TorchCompile` use `scope="block"`: the number of tokens is dynamic, so only the first few batches compile.
 
 **Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions; ModernBERT,
-which transformers 4.53 unpads itself where flash-attn is installed; MPNet; DeBERTa-v2 and -v3 without a convolution; or
-ESM-2 and ESM-1b, whose embeddings, which count the masked tokens of each row, stay padded.
+which transformers 4.53 unpads itself where flash-attn is installed; MPNet; DeBERTa-v2 and -v3 without a convolution;
+ALBERT with one layer in each of its groups; or ESM-2 and ESM-1b, whose embeddings, which count the masked tokens of
+each row, stay padded.
 It *is* the attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
 attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. With
 `timed_attention` a Triton kernel of our own (`kernels/packed_attention.py`; BERT's modules, DistilBERT's and ESM's,
@@ -59,6 +60,7 @@ from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.arguments import check_count, check_flag
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import (
+    ALBERT,
     DEBERTA,
     DISTILBERT,
     ESM,
@@ -72,8 +74,10 @@ from composer_speedups.families import (
     layers_of,
     reads_first,
     stack_of,
+    unwrapped,
 )
 from composer_speedups.kernels.attention_trial import Trials
+from composer_speedups.packed.albert import pack_albert
 from composer_speedups.packed.bert import pack_bert
 from composer_speedups.packed.deberta import pack_deberta
 from composer_speedups.packed.distilbert import pack_distilbert
@@ -91,6 +95,7 @@ __all__ = ["Unpadding", "apply_unpadding"]
 log = logging.getLogger("composer_speedups")
 
 _PACK = {  # by family; all others as BERT
+    **dict.fromkeys(ALBERT, pack_albert),
     **dict.fromkeys(DEBERTA, pack_deberta),
     **dict.fromkeys(DISTILBERT, pack_distilbert),
     **dict.fromkeys(ESM, pack_esm),
@@ -213,7 +218,7 @@ def _packed_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     for encoder in [m for m in model.modules() if isinstance(m, PackedEncoder)]:
         layers = list(layers_of(stack_of(encoder)) or ())
         parts += [encoder.embeddings] if encoder.packed_embeddings else []
-        parts += [*layers, *filter(None, map(attention_of, layers))]
+        parts += [*layers, *map(unwrapped, layers), *filter(None, map(attention_of, layers))]
     return parts
 
 

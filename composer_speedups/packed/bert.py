@@ -12,33 +12,34 @@ from transformers.modeling_outputs import (
 from transformers.utils import ModelOutput
 
 from composer_speedups.compat import places_without_pooler
-from composer_speedups.families import attention_of, takes_first
+from composer_speedups.families import attention_of, layers_of, takes_first
 from composer_speedups.first_request import asked_for_first
 from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for_compiled, packed_as
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["PackedBert", "PackedBertAttention", "pack_bert", "pack_parts"]
+__all__ = ["PackedBert", "PackedBertAttention", "PackedBertEncoder", "pack_bert", "pack_parts"]
 
 
 def pack_bert(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
     """Let `encoder`, and the head of `owner` where one works on packed tokens, do so; return its attention layers."""
-    return pack_parts(encoder, owner, _Encoder, PackedBertAttention)
+    return pack_parts(encoder, owner, PackedBertEncoder, PackedBertAttention)
 
 
 def pack_parts(encoder: torch.nn.Module, owner: torch.nn.Module | None, whole: type, attention: type) -> int:
     """The same with what is mixed into the encoder and into the attention of its layers, BERT's or like them."""
     mix_in(whole, encoder)
-    for layer in encoder.encoder.layer:
+    layers = layers_of(encoder.encoder)
+    for layer in layers:
         mix_in(attention, attention_of(layer))
     _pack_masked_head(encoder, owner)
-    return len(encoder.encoder.layer)
+    return len(layers)
 
 
 def _pack_masked_head(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> None:
     """Let the head of `owner`, if it is a masked language model with one of its own, compute real tokens' logits."""
-    for head in (getattr(owner, name, None) for name in ("cls", "lm_head", "lm_predictions")):
-        if encoder.reads_anywhere and type(head).__name__.endswith(("OnlyMLMHead", "LMHead")):
+    for head in (getattr(owner, name, None) for name in ("cls", "lm_head", "lm_predictions", "predictions")):
+        if encoder.reads_anywhere and type(head).__name__.endswith(("MLMHead", "LMHead")):
             mix_in(_MaskedHead, head)
             encoder.packed_for_head = True
 
@@ -69,19 +70,28 @@ class PackedBert(PackedEncoder):
 
     def encoded(self, hidden: torch.Tensor, packing: Packing, kwargs: dict[str, Any]):
         """The model's output, of packed embeddings."""
-        hidden = self.encoder(for_compiled(hidden, self.encoder.layer), attention_mask=packing)[0]
-        pooler = getattr(self, "pooler", None)
-        if asked_for_first(self.encoder.layer[-1]):
-            first, padded = hidden, hidden[:, None]
+        layers = layers_of(self.encoder)
+        hidden = self.encoder(for_compiled(hidden, layers), attention_mask=packing)[0]
+        if asked_for_first(layers[-1]):
+            read = padded = hidden[:, None]
         else:
-            padded = self.padded(hidden, packing)
-            first = packing.first(hidden) if pooler is not None and takes_first(pooler) else None
-        pooled = None if pooler is None else pooler(padded if first is None else first[:, None])
+            read = padded = self.padded(hidden, packing)
+            if getattr(self, "pooler", None) is not None and self.pools_first():
+                read = packing.first(hidden)[:, None]
+        pooled = None if getattr(self, "pooler", None) is None else self.pooled(read)
         if hasattr(self, "pooler"):
             out = self.packed_output(last_hidden_state=padded, pooler_output=pooled)
         else:  # ELECTRA, whose class has no such place
             out = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=padded)
         return self.returned(out, kwargs.get("return_dict"))
+
+    def pools_first(self) -> bool:
+        """Whether `pooled` reads each row's first token, and no other."""
+        return takes_first(self.pooler)
+
+    def pooled(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the pooler makes of all tokens, or of the first ones, [rows, length or 1, width]."""
+        return self.pooler(tokens)
 
     def returned(self, out: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[torch.Tensor | None, ...]:
         """As the model: whether None stands for a pooler that it does not have differs."""
@@ -99,7 +109,9 @@ class PackedBert(PackedEncoder):
         return real.cumsum(1) * real + padding
 
 
-class _Encoder(PackedBert):
+class PackedBertEncoder(PackedBert):
+    """The same, with the arguments of BERT's."""
+
     def forward(
         self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, *args: Any, **kwargs: Any
     ):

@@ -1,6 +1,6 @@
 """What `Unpadding` mixes into encoders of every family: when a batch can be packed, and attention over packed tokens.
 
-Each family's own part is beside this: `bert.py`, `distilbert.py`, `deberta.py`, `esm.py`, `modernbert.py`, `mpnet.py`.
+Each family's own part is beside this, in a file of its name.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def changed(encoder: torch.nn.Module) -> str | None:
             return f"{type(layer).__name__} came into the model after Unpadding"
         if any(vars(part).get("chunk_size_feed_forward") for part in (layer, layer._modules.get("ffn", layer))):
             return "chunk_size_feed_forward cuts padded rows"
-        dropout = attention._modules.get("dropout")  # not called: of its hooks none hears, as under transformers' SDPA
+        modules = attention._modules
+        # Not called: of its hooks none hears, as under transformers' SDPA.
+        dropout = modules.get("dropout") or modules.get("attention_dropout")
         if dropout is not None and not known_code(type(dropout)):
             return f"{type(dropout).__name__} in attention is somebody's own"
     return None

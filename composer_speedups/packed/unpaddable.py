@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from composer_speedups.families import (
+    ALBERT,
     DEBERTA,
     ESM,
     MODERNBERT,
@@ -14,6 +15,7 @@ from composer_speedups.families import (
     layers_of,
     position_kind,
     stack_of,
+    unwrapped,
 )
 from composer_speedups.packed.encoder import PackedEncoder
 from composer_speedups.packed.esm import turns_alike
@@ -47,7 +49,9 @@ def why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | Non
     if expansion and not expansion.get("attend", False):
         return "query_expansion without attend scores tokens that the mask leaves out: unpadding has none of them"
     layers = [getattr(layer, "_orig_mod", layer) for layer in layers_of(stack_of(module))]  # as torch.compile wraps it
-    parts = [module, module.embeddings, stack_of(module), *layers, *map(attention_of, layers)]
+    if config.model_type in ALBERT and config.inner_group_num > 1:
+        return "ALBERT with inner_group_num > 1 has groups of several layers"
+    parts = [module, module.embeddings, stack_of(module), *layers, *map(unwrapped, layers), *map(attention_of, layers)]
     own = [type(part).__name__ for part in parts if part is None or not stock_forward(part)]
     if own:
         return f"{own[0]} has a forward of its own, not transformers', and may want rows and padding"

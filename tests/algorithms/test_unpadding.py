@@ -83,6 +83,16 @@ def test_equals_every_padded_deberta(changes: dict, kind: str) -> None:
     compare(stock, fast, "ForTokenClassification", inputs)
 
 
+@pytest.mark.parametrize("kind", ["right", "left", "holes"])
+@pytest.mark.parametrize("head", HEADS)
+def test_alberts_layers_of_the_same_weights(head: str, kind: str) -> None:
+    stock, inputs = make("Albert", head, num_hidden_layers=5, num_hidden_groups=2), batch(head, kind=kind)
+    inputs["token_type_ids"] = torch.randint(0, 2, inputs["input_ids"].shape)
+    fast = copy.deepcopy(stock)
+    assert apply_unpadding(fast) == 2 and apply_last_layer_subset(fast) == 0
+    compare(stock, fast, head, inputs)
+
+
 @pytest.mark.parametrize("subset", [False, True])
 def test_rows_longer_than_a_deberta_has_positions(subset: bool) -> None:
     """Distances are all that it knows of places, so that it has no longest row."""
@@ -231,7 +241,7 @@ def test_padding_has_no_part_in_anything(family: str, head: str, checkpointed: b
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("family", ["Bert", "Roberta", "MPNet", "DebertaV2"])  # whose heads work on packed tokens
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "MPNet", "DebertaV2", "Albert"])  # their heads are packed, too
 def test_a_hook_may_change_what_the_masked_head_is_given(family: str, in_place: bool, mode) -> None:
     stock, inputs = make(family, "ForMaskedLM"), batch("ForMaskedLM", FAMILIES[family])
 
@@ -320,7 +330,7 @@ def test_attention_dropout_has_the_flag_that_stock_code_reads(family: str, atten
             module.out_drop.p = 0.0
     fast = copy.deepcopy(stock)
     assert "unpadding" not in ways or apply_unpadding(fast) == 2
-    assert "subset" not in ways or apply_last_layer_subset(fast) == int(family != "ModernBert")
+    assert "subset" not in ways or apply_last_layer_subset(fast) == int(family not in ("ModernBert", "Albert"))
     for training in (False, True):
         for model in (stock, fast):
             set_dropouts(model.train(training), not training)
@@ -449,8 +459,8 @@ def test_a_planted_fault_is_found(fault: str, family: str, monkeypatch) -> None:
         of = Packing.of
         monkeypatch.setattr(Packing, "of", staticmethod(lambda m, *_: of(torch.ones_like(m), [LENGTH] * len(m))))
     elif fault == "positions":
-        surgery = packed_bert if family == "Bert" else packed_distilbert
-        monkeypatch.setattr(surgery._Encoder, "positions_of", _restarts_nowhere)
+        encoder = packed_bert.PackedBert if family == "Bert" else packed_distilbert._Encoder
+        monkeypatch.setattr(encoder, "positions_of", _restarts_nowhere)
     elif fault == "types":
         inputs_fast = inputs | {"token_type_ids": None}
         forward = fast.forward

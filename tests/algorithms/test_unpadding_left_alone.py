@@ -20,7 +20,7 @@ from unpadded import FAMILIES, LENGTH, ROWS, batch, compare, make, with_random_w
 
 from composer_speedups import SDPAttention, Unpadding, apply_masked_token_head, apply_unpadding
 from composer_speedups.errors import ConflictError
-from composer_speedups.families import layers_of, stack_of
+from composer_speedups.families import layers_of, stack_of, unwrapped
 from composer_speedups.packed import encoder as packed_encoder
 from composer_speedups.packed.unpaddable import why_not
 
@@ -48,6 +48,12 @@ def test_a_deberta_with_a_convolution_stays_padded() -> None:
     model = make("DebertaV2", conv_kernel_size=3)
     assert apply_unpadding(model) == 0
     assert "conv_kernel_size" in why_not(model.deberta, model)
+
+
+def test_an_albert_with_several_layers_in_a_group_stays_padded() -> None:
+    model = make("Albert", inner_group_num=2)
+    assert apply_unpadding(model) == 0
+    assert "inner_group_num" in why_not(model.albert, model)
 
 
 @pytest.mark.parametrize(
@@ -125,16 +131,17 @@ def test_says_it_once_whatever_the_shape(caplog) -> None:
 
 @pytest.mark.parametrize("way", ["class", "instance"])  # a class of its own, or as Composer's Alibi does it
 @pytest.mark.parametrize("part", ["encoder", "attention", "layer", "embeddings"])
-@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "DebertaV2"])
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "DebertaV2", "Albert"])
 def test_a_forward_of_ones_own_is_left_alone(family: str, part: str, way: str) -> None:
     stock, head = make(family, "ForTokenClassification"), "ForTokenClassification"
     attention = dict.fromkeys(("Bert", "DebertaV2"), "encoder.layer.1.attention.self")
     attention["DistilBert"] = "transformer.layer.1.attention"
+    attention["Albert"] = "encoder.albert_layer_groups.1.albert_layers.0.attention"
     module = stock.base_model
     if part == "attention":
         module = module.get_submodule(attention.get(family, "layers.1.attn"))
     elif part == "layer":
-        module = layers_of(stack_of(module))[1]
+        module = unwrapped(layers_of(stack_of(module))[1])  # of ALBERT's groups the layer
     elif part == "embeddings":
         module = module.embeddings
     place = next(name for name, m in stock.named_modules() if m is module)
