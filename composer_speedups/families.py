@@ -13,7 +13,6 @@ __all__ = [
     "ALBERT",
     "BERT_LIKE",
     "CAUSAL",
-    "CUT",
     "DEBERTA",
     "DISTILBERT",
     "ESM",
@@ -48,7 +47,6 @@ ALBERT = ("albert",)  # one layer that is run again and again, or a few of them,
 UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *MPNET, *DEBERTA, *ESM, *ALBERT)
 
 GRAPHED = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)  # of which `CUDAGraphs` knows what the host reads
-CUT = tuple(family for family in UNPADDABLE if family not in ALBERT)  # whose last layer `LastLayerSubset` may cut
 
 MASKED = ("ForMaskedLM",)
 CAUSAL = ("ForCausalLM", "LMHeadModel")

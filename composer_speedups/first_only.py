@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from composer_speedups.compat import MPNET_AFTER_MASK, attention_dropout, layer_result
-from composer_speedups.families import DEBERTA, DISTILBERT, ESM, MODERNBERT, MPNET
+from composer_speedups.families import BERT_LIKE, DEBERTA, DISTILBERT, ESM, MODERNBERT, MPNET
 from composer_speedups.first_request import with_request
 from composer_speedups.joint_linear import joint_linear, only_linear, part_of_linear
 from composer_speedups.kernels.sdpa import padded_attention
@@ -20,23 +20,11 @@ from composer_speedups.packed.modernbert import rotations_of, turned
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import hooked, known_code
 
-__all__ = ["FirstOnly", "first_of"]
+__all__ = ["FIRST_OF", "FirstOnly"]
 
 # What a layer may be given besides, and then is computed whole.
 _EXTRAS = ("head_mask", "encoder_hidden_states", "past_key_value", "query_states", "output_attentions")
 _FILLED = 16  # numbers more in each head, of which one is needed: a multiple of what kernels want
-
-
-def first_of(family: str) -> type[FirstOnly]:
-    """What is mixed into the last layer of a model of this `config.model_type`."""
-    others = {
-        **dict.fromkeys(DEBERTA, _FirstOfDeberta),
-        **dict.fromkeys(DISTILBERT, _FirstOfDistilBert),
-        **dict.fromkeys(ESM, _FirstOfEsm),
-        **dict.fromkeys(MODERNBERT, _FirstOfModernBert),
-        **dict.fromkeys(MPNET, _FirstOfMPNet),
-    }
-    return others.get(family, _FirstOfBert)
 
 
 class FirstOnly:
@@ -306,3 +294,13 @@ def _attend(
         scores = q @ k.transpose(2, 3) * scale + mask[:, :, :1]
         context = F.dropout(F.softmax(scores, -1), dropout) @ v
     return context.transpose(1, 2).flatten(-2)
+
+
+FIRST_OF: dict[str, type[FirstOnly]] = {  # by family, whose last layer may be cut
+    **dict.fromkeys(BERT_LIKE, _FirstOfBert),
+    **dict.fromkeys(DEBERTA, _FirstOfDeberta),
+    **dict.fromkeys(DISTILBERT, _FirstOfDistilBert),
+    **dict.fromkeys(ESM, _FirstOfEsm),
+    **dict.fromkeys(MODERNBERT, _FirstOfModernBert),
+    **dict.fromkeys(MPNET, _FirstOfMPNet),
+}

@@ -61,6 +61,7 @@ from composer_speedups.arguments import check_count, check_flag
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import (
     ALBERT,
+    BERT_LIKE,
     DEBERTA,
     DISTILBERT,
     ESM,
@@ -94,7 +95,8 @@ __all__ = ["Unpadding", "apply_unpadding"]
 
 log = logging.getLogger("composer_speedups")
 
-_PACK = {  # by family; all others as BERT
+_PACK = {  # by family
+    **dict.fromkeys(BERT_LIKE, pack_bert),
     **dict.fromkeys(ALBERT, pack_albert),
     **dict.fromkeys(DEBERTA, pack_deberta),
     **dict.fromkeys(DISTILBERT, pack_distilbert),
@@ -131,7 +133,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
         heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
         anywhere = has_head(owner, heads) and not reads_first(owner)
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
-        count += _PACK.get(family, pack_bert)(encoder, owner)
+        count += _PACK[family](encoder, owner)
         for layer in [m for m in encoder.modules() if isinstance(m, PackedAttention)]:
             layer.trials = trials
     return count
