@@ -28,7 +28,8 @@ __all__ = ["check_loader", "rebuild", "sample_lengths", "seed_of", "sharing"]
 def sample_lengths(dataset: Dataset) -> np.ndarray:
     """Real tokens of every sample, int64: from `dataset.lengths` if it has them, else by reading all samples once.
 
-    A sample is a mapping with `attention_mask` (its ones are counted) or `input_ids` (their number is).
+    A sample is a mapping with `attention_mask` (its ones are counted) or `input_ids` (their number is), of all its
+    choices where it has several.
     """
     lengths = _own_lengths(dataset)
     if lengths is None:
@@ -52,14 +53,19 @@ def _own_lengths(dataset: Dataset) -> np.ndarray | None:
 def _length(sample: Any) -> int:
     if isinstance(sample, Mapping):
         if "attention_mask" in sample:
-            return int(np.asarray(sample["attention_mask"]).sum())
+            return sum(int(np.asarray(part).sum()) for part in _parts(sample["attention_mask"]))
         if "input_ids" in sample:
-            return len(sample["input_ids"])
+            return sum(map(len, _parts(sample["input_ids"])))
     kind = f"dict with the keys {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
     raise SpeedUpUnavailable(
         f"how long a sample is cannot be told: it is a {kind}, not a dict with attention_mask or input_ids;"
         " give the dataset an attribute `lengths`, tokens per sample"
     )
+
+
+def _parts(values: Any) -> Any:
+    """Of a sample of several choices each, in whatever lengths; else the one that there is."""
+    return values if len(values) and np.ndim(values[0]) else [values]
 
 
 def sharing(loader: DataLoader) -> tuple[int, int]:

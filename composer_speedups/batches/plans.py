@@ -89,7 +89,8 @@ class TokenBudgetSampler(DistributedSampler):
         total, longest = int(lengths.sum()), int(lengths.max())
         self.steps = max(1, round(total / (together or tokens * num_replicas)))
         if (self.steps > 1 and total / self.steps < (num_replicas + 1) * longest) or len(lengths) < num_replicas:
-            least = -(-(num_replicas + 1) * longest // num_replicas)
+            most = max(1, total // ((num_replicas + 1) * longest))  # steps, to which their number is rounded
+            least = 2 * total // ((2 * most + 1) * num_replicas) + 1
             raise SpeedUpUnavailable(
                 f"batches of {tokens} tokens are too small for samples of up to {longest} tokens on {num_replicas} "
                 f"rank{'s' * (num_replicas > 1)}: take tokens_per_batch of at least {least}, or more samples"

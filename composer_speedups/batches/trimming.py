@@ -45,9 +45,10 @@ class TrimPadding:
             if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == mask.shape[1]
             and (len(value) == len(mask) or (len(value) == 1 and name in _PER_TOKEN))  # 1: the same for all rows
         }  # fmt: skip
+        unknown = wide - _PER_TOKEN
         if "labels" in wide and batch["labels"].is_floating_point() and batch["labels"].dim() == 2:
-            wide -= {"labels"}  # several classes a sample, by chance as many as there are columns
-        if unknown := wide - _PER_TOKEN:
+            unknown |= {"labels"}  # a number each token, or several classes a sample, by chance as many as columns
+        if unknown:
             if not self._warned:
                 log.warning("padding is not trimmed: %s may be per token, or not", ", ".join(sorted(unknown)))
             self._warned = True

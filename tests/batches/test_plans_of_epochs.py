@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -191,6 +192,14 @@ def test_budget_that_cannot_work_says_what_would() -> None:
         budget(tokens=150)
     least = int(str(error.value).split("at least ")[1].split(",")[0])
     assert len(budget(tokens=least)) > 1
+    for rows, ranks in itertools.product(range(9, 60), (1, 2)):  # also where the number of steps is rounded up
+        lengths = LENGTHS[:rows]
+        with pytest.raises(SpeedUpUnavailable) as error:
+            budget(ranks, tokens=20, lengths=lengths)
+        least = int(str(error.value).split("at least ")[1].split(",")[0])
+        budget(ranks, tokens=least, lengths=lengths)
+        with pytest.raises(SpeedUpUnavailable):
+            budget(ranks, tokens=least - 2, lengths=lengths)  # one less may do, where a half is rounded down
     with pytest.raises(SpeedUpUnavailable, match="more samples"):
         budget(ranks=4, lengths=LENGTHS[:3], tokens=10_000)
     assert len(budget(tokens=10**9)) == 1
@@ -207,6 +216,10 @@ def test_lengths_of_all_kinds_of_samples() -> None:
     )
     assert sample_lengths(masked).tolist() == [4, 9]
     assert sample_lengths(Samples([{"input_ids": [1, 2, 3]}])).tolist() == [3]
+    choices = {"input_ids": [[1, 2, 3], [1, 2]], "attention_mask": [[1, 1, 1], [1, 0]]}  # not padded yet
+    assert sample_lengths(Samples([choices])).tolist() == [4]
+    assert sample_lengths(Samples([{"input_ids": choices["input_ids"]}])).tolist() == [5]
+    assert sample_lengths(Samples([{"input_ids": torch.ones(1, 7)}])).tolist() == [7]
     with pytest.raises(SpeedUpUnavailable, match="`lengths`"):
         sample_lengths(Samples([(torch.zeros(3), 1)]))
     with pytest.raises(SpeedUpUnavailable, match="no token"):
@@ -293,10 +306,11 @@ def test_trims_soft_labels_and_positions_that_all_rows_share() -> None:
 
 
 def test_leaves_alone_what_may_not_be_per_token(caplog) -> None:
-    several = batch()
-    several["labels"] = torch.ones(2, 32)  # 32 classes, and 32 columns by chance
-    out = TrimPadding(lambda b: b)(dict(several))
-    assert out["labels"].shape == (2, 32) and out["input_ids"].shape == (2, 16)
+    for labels in (torch.ones(2, 32), torch.arange(2)):  # 32 numbers a sample: of its tokens, or of classes by chance
+        out = TrimPadding(lambda b: b)(batch() | {"labels": labels})
+        assert out["labels"] is labels and out["input_ids"].shape == (2, 32 if labels.dim() == 2 else 16)
+    classes = batch() | {"labels": torch.ones(2, 5)}
+    assert TrimPadding(lambda b: b)(classes)["input_ids"].shape == (2, 16)
     unknown = batch() | {"weights": torch.ones(2, 32)}
     with caplog.at_level("WARNING"):
         assert TrimPadding(lambda b: b)(dict(unknown))["input_ids"].shape == (2, 32)
