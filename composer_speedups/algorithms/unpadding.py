@@ -131,7 +131,8 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
             raise ConflictError("apply_unpadding must come before apply_masked_token_head, whose work it would undo")
         encoder.packed_multiple_of = check_count("multiple_of", multiple_of)
         heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
-        anywhere = has_head(owner, heads) and not reads_first(owner)
+        readers = [m for m in model.modules() if any(child is encoder for child in m.children())]  # heads may share it
+        anywhere = bool(readers) and all(has_head(m, heads) and not reads_first(m) for m in readers)
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
         count += _PACK[family](encoder, owner)
         for layer in [m for m in encoder.modules() if isinstance(m, PackedAttention)]:

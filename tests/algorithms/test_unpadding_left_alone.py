@@ -197,6 +197,20 @@ def test_says_what_hooks_see(caplog) -> None:
     assert "hooks on BertLayer see packed tokens" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "order", [("ForSequenceClassification", "ForMaskedLM"), ("ForMaskedLM", "ForSequenceClassification")]
+)
+@pytest.mark.parametrize("family", ["Roberta", "DistilBert", "ModernBert"])
+def test_the_first_position_is_kept_where_one_of_two_heads_reads_it(family: str, order: tuple) -> None:
+    """Two tasks with one encoder: what the head listed last may spare, the other one may need."""
+    heads = {head: make(family, head).eval() for head in order}
+    setattr(heads[order[1]], heads[order[1]].base_model_prefix, heads[order[0]].base_model)
+    inputs = batch("ForSequenceClassification", FAMILIES[family], "left")
+    stock = heads["ForSequenceClassification"](**inputs).logits
+    assert apply_unpadding(torch.nn.ModuleList(heads[head] for head in order)) > 0
+    torch.testing.assert_close(heads["ForSequenceClassification"](**inputs).logits, stock, rtol=0, atol=1e-10)
+
+
 def test_must_come_before_the_head_on_masked_tokens() -> None:
     model = make("Bert", "ForMaskedLM")
     assert apply_masked_token_head(model) == 1
