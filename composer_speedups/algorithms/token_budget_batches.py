@@ -4,15 +4,15 @@
 fixed number of samples the tokens vary, and memory must fit the worst batch. With a fixed number of tokens all
 steps and all ranks are equally full: the device is used evenly, and the mean batch can fill the memory.
 
-**Numerics.** Each sample comes exactly once an epoch, in random order, and weighs the same: the gradient of a
-step with n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not
-lose weight to long ones (the logged loss stays the batch's mean). With one label a token, as in MLM, the loss
-is a mean over tokens, and tokens weigh the same: a rank's batch is scaled by its real tokens, as the dataset tells
-them, over their mean number, and Composer's weighting of ranks and microbatches by samples is undone: microbatches
-make exactly the batch's mean. It is exact where labels are in proportion to tokens, and with [CLS] and [SEP], which
-have none, a few percent less so where samples are short. Such labels are recognised as integers under the batch's
-`labels`, in the shape of its `input_ids` or `attention_mask`, or in two dimensions where it has neither; where your
-model's have another name, or a place in a tuple, ask for `weighting="batch"`, as Composer would weigh.
+**Numerics.** Each sample comes exactly once an epoch, in random order, and weighs the same: the gradient of a step with
+n samples is scaled by n over the mean n, so that short samples, of which a batch holds more, do not lose weight to long
+ones (the logged loss stays the batch's mean). With one label a token, as in MLM, the loss is a mean over tokens, and
+tokens weigh the same: a rank's batch is scaled by its real tokens, as the dataset tells them, over their mean number,
+and Composer's weighting of ranks and microbatches by samples is undone: microbatches make exactly the batch's mean. It
+is exact where labels are in proportion to tokens, and with [CLS] and [SEP], which have none, a few percent less so
+where samples are short. Such labels are recognised as integers under the batch's `labels`, in the shape of its
+`input_ids` or `attention_mask`, or in two dimensions where it has neither; where your model's have another name or a
+place in a tuple, or its loss is of samples, too (`BertForPreTraining`), ask for `weighting="batch"`, as Composer does.
 
 **When it pays.** Together with `Unpadding`, on one rank to even out memory, on several to even out time. On
 padded models use `LengthGroupedBatches`.
