@@ -12,13 +12,14 @@ INSTALL = pip install --quiet --compile-bytecode
 # Each worker computes on one core; two that use all cores each only stand in each other's way.
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
-.PHONY: help setup setup-modern setup-newest demo test test-modern test-newest test-all bench lint clean
+.PHONY: help setup setup-modern setup-newest demo test test-modern test-newest test-all try bench lint clean
 
 help:
 	@echo "make demo         fine-tune a small BERT with and without the speed-ups; prints the table (5 to 6 minutes on 2 cores)"
 	@echo "make test         the tests, on the pinned stack"
 	@echo "make test-modern  the same tests on torch 2.11 and transformers 5 (Python 3.12)"
 	@echo "make test-newest  and on torch 2.15 and transformers 5.24"
+	@echo "make try SPEEDUP=low_precision_norm    what a new or changed speed-up must pass, some minutes"
 	@echo "make bench        side-by-side measurements against what else one would use"
 	@echo "make lint         ruff"
 
@@ -57,6 +58,12 @@ test-newest: setup-newest
 
 test-all: setup
 	$(call PYTEST,.venv) -m "slow or not slow"
+
+# Those that find a speed-up by its key, and its own: the promises, neighbours, ranks, other families, memory.
+try: setup
+	@test -n "$(SPEEDUP)" || { echo "error: name one: make try SPEEDUP=low_precision_norm"; exit 2; }
+	$(call PYTEST,.venv) tests/test_*.py tests/recipes tests/measurement $(wildcard tests/algorithms/test_$(SPEEDUP)*.py) \
+		-m "slow or not slow" -k "$(SPEEDUP) or registry or test_recipes or flow_one_way or the_table"
 
 lint: setup
 	.venv/bin/ruff check .

@@ -16,7 +16,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 from composer_speedups.compat import attention_dropout
-from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.disentangled import Places, disentangled_attention, in_c
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packed.bert import PackedBertAttention, pack_parts
@@ -53,9 +52,7 @@ class _Encoder(PackedEncoder):
             positions = packing.pack(known)[None]
         hidden = self.embeddings(input_ids=ids, token_type_ids=types, position_ids=positions).squeeze(0)
         hidden = self.encoder(for_compiled(hidden, self.encoder.layer), packing).last_hidden_state
-        first = asked_for_first(self.encoder.layer[-1])
-        out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
-        return self.returned(out, kwargs.get("return_dict"))
+        return self.output(hidden, self.encoder.layer, packing, kwargs)
 
 
 class _Stack:

@@ -10,9 +10,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.first_request import asked_for_first
 from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for_compiled
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
@@ -45,9 +43,7 @@ class _Encoder(PackedEncoder):
         if self.packed_head_masks:  # one for each layer there is now
             others = {"head_mask": [None] * len(self.transformer.layer), "return_dict": True}
         hidden = self.transformer(hidden, packing, **others)[0]
-        first = asked_for_first(self.transformer.layer[-1])
-        out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
-        return self.returned(out, kwargs.get("return_dict"))
+        return self.output(hidden, self.transformer.layer, packing, kwargs)
 
     def positions_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the padded embeddings would use: columns of the batch, padding on the left included."""

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from composer_speedups.compat import attention_dropout
 from composer_speedups.families import attention_of, layers_of, stack_of, unwrapped
+from composer_speedups.first_request import asked_for_first
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.attention_trial import Trials
 from composer_speedups.kernels.packed_attention import packed_attention
@@ -98,6 +100,12 @@ class PackedEncoder:
         if self.packed_for_head and not torch.compiler.is_compiling():
             _PACKED[padded] = packing
         return padded
+
+    def output(self, hidden: torch.Tensor, layers: torch.nn.ModuleList, packing: Packing, kwargs: dict[str, Any]):
+        """The output of a model without a pooler: of all tokens, or of each row's first, if its head asked for it."""
+        first = asked_for_first(layers[-1])
+        out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
+        return self.returned(out, kwargs.get("return_dict"))
 
     def returned(self, out: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[torch.Tensor, ...]:
         """`out` as it was asked for, by argument or in the configuration."""

@@ -10,9 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.first_request import asked_for_first
 from composer_speedups.kernels.rotary import rotary, serves
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for_compiled
@@ -78,9 +76,7 @@ class _Encoder(PackedEncoder):
         positions = torch.arange(packing.length, device=hidden.device)[None] if position_ids is None else position_ids
         rotations = self.rotations(hidden, positions, packing)
         hidden = self.final_norm(self.run_layers(hidden, packing, rotations))
-        first = asked_for_first(self.layers[-1])
-        out = BaseModelOutput(last_hidden_state=hidden[:, None] if first else self.padded(hidden, packing))
-        return self.returned(out, kwargs.get("return_dict"))
+        return self.output(hidden, self.layers, packing, kwargs)
 
     def run_layers(self, hidden: torch.Tensor, packing: Packing, rotations: list[dict[str, Rotations]]) -> torch.Tensor:
         """What `CUDAGraphs` records: the layers, with all that they are given."""
