@@ -100,7 +100,7 @@ def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """What `torch.compile`, FSDP or a checkpoint has wrapped, each by a module with one child; `module` if none has.
+    """What `torch.compile`, FSDP, a checkpoint or a group of ALBERT's has wrapped, each with one child; else `module`.
 
     >>> unwrapped(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     Linear(in_features=2, out_features=2, bias=True)
