@@ -130,7 +130,8 @@ def memory_need(
         length: tokens a sample; None is the recipe's, or 256. A recipe that computes on real tokens only is counted
             with lengths as its task has them, if the task's texts are on this machine.
         progress: called with short lines while those texts are read.
-        ranks: processes that train together under DDP: one for each GPU, or for some of the cores.
+        ranks: processes that train together under DDP: one for each GPU, or for some of the cores. If several, tell
+            this process by `isolation.ranks.look_for` first, whom speed-ups ask whether they can be had there.
 
     Raises:
         UserError: recipe or model cannot be had, the model is none whose memory can be predicted, or the batch cannot

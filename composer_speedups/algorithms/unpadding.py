@@ -125,16 +125,15 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
     """
     count, trials = 0, Trials() if check_flag("timed_attention", timed_attention) else None
     owners = owners_in(model)
-    for encoder in [m for m in model.modules() if why_not(m, owners.get(id(m))) is None]:
-        owner, family = owners.get(id(encoder)), encoder.config.model_type
+    for encoder in [m for m in model.modules() if why_not(m, *owners[id(m)]) is None]:
+        readers, family = owners[id(encoder)], encoder.config.model_type
         if getattr(encoder, "chooses_tokens", False):
             raise ConflictError("apply_unpadding must come before apply_masked_token_head, whose work it would undo")
         encoder.packed_multiple_of = check_count("multiple_of", multiple_of)
         heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
-        readers = [m for m in model.modules() if any(child is encoder for child in m.children())]  # heads may share it
         anywhere = bool(readers) and all(has_head(m, heads) and not reads_first(m) for m in readers)
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
-        count += _PACK[family](encoder, owner)
+        count += _PACK[family](encoder, readers[-1] if readers else None)
         for layer in [m for m in encoder.modules() if isinstance(m, PackedAttention)]:
             layer.trials = trials
     return count
@@ -173,7 +172,7 @@ class Unpadding(SpeedUp):
     def install(self, state: State, logger: Logger) -> None:
         self._told = False
         owners = owners_in(state.model)
-        nothing = sorted({reason for m in state.model.modules() if (reason := why_not(m, owners.get(id(m))))})
+        nothing = sorted({reason for m in state.model.modules() if (reason := why_not(m, *owners[id(m)]))})
         count = apply_unpadding(state.model, self.multiple_of, self.timed_attention)
         self._trials = next((m.trials for m in state.model.modules() if isinstance(m, PackedAttention)), None)
         nothing = nothing or [f"no encoder of {', '.join(UNPADDABLE)} in the model"]

@@ -70,15 +70,14 @@ class PackedBert(PackedEncoder):
 
     def encoded(self, hidden: torch.Tensor, packing: Packing, kwargs: dict[str, Any]):
         """The model's output, of packed embeddings."""
-        layers = layers_of(self.encoder)
+        layers, pools = layers_of(self.encoder), getattr(self, "pooler", None) is not None
         hidden = self.encoder(for_compiled(hidden, layers), attention_mask=packing)[0]
         if asked_for_first(layers[-1]):
             read = padded = hidden[:, None]
         else:
-            read = padded = self.padded(hidden, packing)
-            if getattr(self, "pooler", None) is not None and self.pools_first():
-                read = packing.first(hidden)[:, None]
-        pooled = None if getattr(self, "pooler", None) is None else self.pooled(read)
+            padded = self.padded(hidden, packing)
+            read = packing.first(hidden)[:, None] if pools and self.pools_first() else padded
+        pooled = self.pooled(read) if pools else None
         if hasattr(self, "pooler"):
             out = self.packed_output(last_hidden_state=padded, pooler_output=pooled)
         else:  # ELECTRA, whose class has no such place

@@ -25,13 +25,20 @@ from composer_speedups.surgery import stock_forward
 __all__ = ["owners_in", "why_not"]
 
 
-def owners_in(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """By `id`: what each module in `model` is a child of."""
-    return {id(child): module for module in model.modules() for child in module.children()}
+def owners_in(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
+    """By `id`: what each module in `model` is a child of, as heads may share an encoder; nothing of `model` itself."""
+    owners: dict[int, list[torch.nn.Module]] = {id(model): []}
+    for module in model.modules():
+        for child in module.children():
+            owners.setdefault(id(child), []).append(module)
+    return owners
 
 
-def why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | None:
-    """None if `module` is an encoder that can be unpadded; "" if it is nothing of the kind; or the reason."""
+def why_not(module: torch.nn.Module, *owners: torch.nn.Module) -> str | None:
+    """None if `module` is an encoder that can be unpadded; "" if it is nothing of the kind; or the reason.
+
+    Each of its `owners` may read from it what the others do not.
+    """
     config = getattr(module, "config", None)
     if stack_of(module) is None or not hasattr(module, "embeddings"):
         return ""
@@ -43,14 +50,17 @@ def why_not(module: torch.nn.Module, owner: torch.nn.Module | None) -> str | Non
         return f"position_embedding_type={position_kind(config)!r} adds to the scores, which fused kernels do not allow"
     if getattr(config, "chunk_size_feed_forward", 0):
         return "config.chunk_size_feed_forward cuts padded rows: set it to 0"
-    if has_head(owner, ("ForMultipleChoice",)) and getattr(config, "summary_type", "first") != "first":
+    choosing = any(has_head(owner, ("ForMultipleChoice",)) for owner in owners)
+    if choosing and getattr(config, "summary_type", "first") != "first":
         return f"summary_type={config.summary_type!r} reads padding, too"
-    expansion = getattr(owner, "query_expansion", None)  # of Sentence Transformers' ColBERT models
-    if expansion and not expansion.get("attend", False):
+    # Of Sentence Transformers' ColBERT models.
+    expansions = [getattr(owner, "query_expansion", None) for owner in owners]
+    if any(expansion and not expansion.get("attend", False) for expansion in expansions):
         return "query_expansion without attend scores tokens that the mask leaves out: unpadding has none of them"
     layers = [getattr(layer, "_orig_mod", layer) for layer in layers_of(stack_of(module))]  # as torch.compile wraps it
     if config.model_type in ALBERT and config.inner_group_num > 1:
         return "ALBERT with inner_group_num > 1 has groups of several layers"
+    # Of ALBERT's groups the layers inside, too.
     parts = [module, module.embeddings, stack_of(module), *layers, *map(unwrapped, layers), *map(attention_of, layers)]
     own = [type(part).__name__ for part in parts if part is None or not stock_forward(part)]
     if own:

@@ -211,6 +211,15 @@ def test_the_first_position_is_kept_where_one_of_two_heads_reads_it(family: str,
     torch.testing.assert_close(heads["ForSequenceClassification"](**inputs).logits, stock, rtol=0, atol=1e-10)
 
 
+def test_each_head_of_an_encoder_is_asked_whether_it_reads_padding() -> None:
+    choosing = make("Electra", "ForMultipleChoice", summary_type="mean")
+    other = make("Electra", "ForTokenClassification")
+    other.electra = choosing.electra
+    assert apply_unpadding(torch.nn.ModuleList([choosing, other])) == 0
+    assert apply_unpadding(torch.nn.ModuleList([other, choosing])) == 0
+    assert apply_unpadding(other) > 0
+
+
 def test_must_come_before_the_head_on_masked_tokens() -> None:
     model = make("Bert", "ForMaskedLM")
     assert apply_masked_token_head(model) == 1
