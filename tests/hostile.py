@@ -29,10 +29,12 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
     `memory`: bytes of address space beyond what is used already. `file_size`: no file may grow beyond these bytes.
     """
     import torch
+    from composer.utils.collect_env import get_cpu_model
 
     from composer_speedups.recipes import load_recipe
     from composer_speedups.training.run import run
 
+    known = get_cpu_model.cache_info().currsize
     torch.set_num_threads(1)  # other threads would need address space of their own
     began = time.monotonic()
     recipe = load_recipe("demo/fp32", [*TINY, *payload.get("overrides", ())])
@@ -67,6 +69,7 @@ def train(payload: dict[str, Any], report: Callable[[Any], None]) -> dict[str, A
         "eval_loss": result.eval_loss,
         "seconds": time.monotonic() - began,
         "setup": first[0] if first else time.monotonic() - began,
+        "processor_known": bool(known),
     }
 
 

@@ -557,6 +557,7 @@ def spoil(path: Path, *changes: str, result: dict | None = None) -> None:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
+@pytest.mark.elsewhere  # SQLite is the same with each
 @pytest.mark.parametrize(
     ("changes", "result", "says"),
     [

@@ -28,6 +28,7 @@ def study(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, " ".join((said.out + said.err).split())
 
 
+@pytest.mark.elsewhere
 @pytest.mark.timeout(300)
 def test_two_ranks_learn_what_one_process_does(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)

@@ -284,6 +284,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.elsewhere  # GCC is the same with each
 @pytest.mark.skipif(module.native() is None, reason="no C compiler on this machine")
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("name", "dtype"), [(n, FP32) for n in MUTANTS] + [("none", BF16), ("bias dropped", BF16)])

@@ -88,6 +88,7 @@ def newest(folder: Path, back: int = 1) -> Path:
 def test_runs_are_forks_of_one_process(isolation, whole) -> None:
     """Nothing imported for runs, PEFT and bitsandbytes included, starts a thread: each would take 20 s more."""
     assert isolation.shared == (sys.platform == "linux"), isolation.note
+    assert whole["processor_known"] == isolation.shared, "asked in each run, it takes a second"
 
 
 def kills(isolation: Isolation, whole: dict[str, Any], folder: Path, count: int, seed: int) -> tuple[int, int, int]:
