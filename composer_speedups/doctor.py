@@ -214,7 +214,8 @@ def _typical_lengths(recipe: Recipe, rows: int, progress: Callable[[str], None] 
 
     from composer_speedups.tasks import build_task
 
-    needs_download = recipe.task.name == "imdb" and recipe.task.path is None
+    there = recipe.task.path is not None and os.path.exists(os.path.expanduser(recipe.task.path))
+    needs_download = recipe.task.name in ("imdb", "hub") and not there
     if "unpadding" not in recipe.speedups or registry.regrouping() & recipe.speedups.keys() or needs_download:
         return None
     try:

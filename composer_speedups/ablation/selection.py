@@ -69,19 +69,19 @@ def plan_rows(
 def check_trainings(recipes: list[Recipe], baseline: str, console: Console) -> None:
     """Refuse a row with another task than the baseline's; warn of another padding, model or length of the training."""
     base = next(recipe for recipe in recipes if recipe.name == baseline)
-    wanted = base.task.model_dump()
     warnings: dict[str, list[str]] = {}
     for recipe in recipes:
-        for key, value in recipe.task.model_dump().items():
-            if value == wanted[key]:
+        for key in type(base.task).model_fields:
+            value, wanted = getattr(recipe.task, key), getattr(base.task, key)
+            if value == wanted:
                 continue
-            words, remedy = f"task.{key} {value}", f"add task.{key}={inline(wanted[key])}"
+            words, remedy = f"task.{key} {value}", f"add task.{key}={inline(wanted)}"
             if key not in _PADDING:
                 raise UserError(
-                    f"{recipe.name} has {words}, the baseline {baseline} {wanted[key]}: their speeds cannot be "
+                    f"{recipe.name} has {words}, the baseline {baseline} {wanted}: their speeds cannot be "
                     f"compared. Name another baseline, or {remedy}"
                 )
-            text = f"{words}, the baseline {wanted[key]}: speeds differ by that, too. To compare the rest, {remedy}"
+            text = f"{words}, the baseline {wanted}: speeds differ by that, too. To compare the rest, {remedy}"
             warnings.setdefault(text, []).append(recipe.name)
         for key, value in recipe.model.model_dump().items():
             if value != (other := getattr(base.model, key)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ IGNORED = -100  # the label that cross entropy leaves out
 
 class Sample(TypedDict):
     input_ids: torch.Tensor
+    token_type_ids: NotRequired[torch.Tensor]
     label: int
     index: int
 
@@ -29,35 +30,55 @@ class TokenDataset(torch.utils.data.Dataset):
     """Samples of token ids, special tokens included, none padded.
 
     `dataset[i]` is `{"input_ids": int64 [length], "label": int, "index": i}`; `dataset.lengths[i]` is its length.
+    Where tokens have types, as of two texts for a BERT, there are `token_type_ids` int64 [length], too.
     """
 
-    def __init__(self, ids: np.ndarray, offsets: np.ndarray, labels: np.ndarray, folder: Path | None = None) -> None:
-        self.ids, self.offsets, self.labels = ids, offsets, labels
+    def __init__(
+        self,
+        ids: np.ndarray,
+        offsets: np.ndarray,
+        labels: np.ndarray,
+        types: np.ndarray | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.ids, self.offsets, self.labels, self.types = ids, offsets, labels, types
         self._folder = folder
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], labels: Sequence[int]) -> TokenDataset:
+    def of(
+        cls, rows: Sequence[Sequence[int]], labels: Sequence[int], types: Sequence[Sequence[int]] | None = None
+    ) -> TokenDataset:
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
-        ids = np.fromiter((i for row in rows for i in row), np.int32, count=int(offsets[-1]))
-        return cls(ids, offsets, np.asarray(labels, np.int64))
+
+        def flat(values: Sequence[Sequence[int]], kind: type) -> np.ndarray:
+            return np.fromiter((i for row in values for i in row), kind, count=int(offsets[-1]))
+
+        typed = None if types is None else flat(types, np.int8)
+        return cls(flat(rows, np.int32), offsets, np.asarray(labels, np.int64), typed)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
-        for name in ("ids", "offsets", "labels"):
-            np.save(folder / f"{name}.npy", getattr(self, name))
+        for name in ("ids", "offsets", "labels", "types"):
+            if (array := getattr(self, name)) is not None:
+                np.save(folder / f"{name}.npy", array)
 
     @classmethod
-    def load(cls, folder: Path) -> TokenDataset:
-        # The mapping is private: nothing that a caller does to an array can reach the file.
-        ids = np.asarray(np.load(folder / "ids.npy", mmap_mode="c"))
-        return cls(ids, np.load(folder / "offsets.npy"), np.load(folder / "labels.npy"), folder)
+    def load(cls, folder: Path, typed: bool = True) -> TokenDataset:
+        """What `save` wrote; without `typed`, as for a model that knows no types of tokens."""
+
+        def mapped(name: str) -> np.ndarray:
+            # The mapping is private: nothing that a caller does to an array can reach the file.
+            return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c"))
+
+        types = mapped("types") if typed and (folder / "types.npy").exists() else None
+        return cls(mapped("ids"), np.load(folder / "offsets.npy"), np.load(folder / "labels.npy"), types, folder)
 
     def __reduce__(self) -> tuple[object, ...]:
         # A worker process opens the file again instead of receiving a copy of it.
         if self._folder is not None:
-            return TokenDataset.load, (self._folder,)
-        return TokenDataset, (self.ids, self.offsets, self.labels)
+            return TokenDataset.load, (self._folder, self.types is not None)
+        return TokenDataset, (self.ids, self.offsets, self.labels, self.types)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -71,8 +92,12 @@ class TokenDataset(torch.utils.data.Dataset):
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)
-        row = self.ids[self.offsets[index] : self.offsets[index + 1]]
-        return {"input_ids": torch.from_numpy(row.astype(np.int64)), "label": int(self.labels[index]), "index": index}
+        place = slice(self.offsets[index], self.offsets[index + 1])
+        ids = torch.from_numpy(self.ids[place].astype(np.int64))
+        sample: Sample = {"input_ids": ids, "label": int(self.labels[index]), "index": index}
+        if self.types is not None:
+            sample["token_type_ids"] = torch.from_numpy(self.types[place].astype(np.int64))
+        return sample
 
 
 @dataclass(frozen=True)
@@ -93,6 +118,8 @@ class Lengths:
 class PadCollator:
     """Batch for classification: `input_ids` and `attention_mask` int64 [rows, length], `labels` int64 [rows].
 
+    Of samples with types of tokens `token_type_ids` int64 [rows, length], too; padding has type 0.
+
     Attributes:
         pad_id: id that fills rows up.
         length: pad to this; None pads to the longest row.
@@ -111,7 +138,12 @@ class PadCollator:
         for i, row in enumerate(rows):
             ids[i, : len(row)] = row
             mask[i, : len(row)] = 1
-        return {"input_ids": ids, "attention_mask": mask, "labels": self._labels(samples, ids)}
+        batch = {"input_ids": ids, "attention_mask": mask}
+        if "token_type_ids" in samples[0]:
+            batch["token_type_ids"] = types = torch.zeros_like(ids)
+            for i, sample in enumerate(samples):
+                types[i, : len(rows[i])] = sample["token_type_ids"]
+        return batch | {"labels": self._labels(samples, ids)}
 
     def _width(self, longest: int) -> int:
         if self.length is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from composer_speedups.errors import TaskError, first_line
-from composer_speedups.tasks import files, hub
+from composer_speedups.tasks import files, hub_texts
 from composer_speedups.tasks.texts import Texts, pick
 
 __all__ = ["read"]
 
 _REPOSITORY = "stanfordnlp/imdb"
 _NAMES = {"0": "neg", "1": "pos"}
+_OTHERWISE = "set task.path to a local folder or parquet file of IMDB (task.name: docstrings needs no download)"
 
 
 def read(path: str | None, train: int | None, evaluation: int | None, seed: int, labelled: bool) -> Texts:
@@ -19,7 +19,7 @@ def read(path: str | None, train: int | None, evaluation: int | None, seed: int,
             path, train=train, evaluation=evaluation, seed=seed, label_names=_NAMES,
             label_column="label" if labelled else None,
         )  # fmt: skip
-    data = _load()
+    data = hub_texts.load_from_hub(_REPOSITORY, _OTHERWISE)
     parts = {part: data[part] for part in ("train", "test")}
     chosen = {
         "train": pick(len(parts["train"]), train, seed),
@@ -31,21 +31,3 @@ def read(path: str | None, train: int | None, evaluation: int | None, seed: int,
         evaluation=list(texts["test"]["text"]), evaluation_labels=list(texts["test"]["label"]),
         label_names=list(_NAMES.values()),
     )  # fmt: skip
-
-
-def _load():
-    import datasets
-
-    def missing(why: str) -> TaskError:
-        return TaskError(
-            f"{_REPOSITORY} cannot be had from the Hugging Face hub ({why}): connect to it, or set task.path to "
-            "a local folder or parquet file of IMDB (task.name: docstrings needs no download)"
-        )
-
-    kept = datasets.config.HF_DATASETS_CACHE / _REPOSITORY.replace("/", "___")
-    if not kept.exists() and (why := hub.unreachable()):
-        raise missing(why)
-    try:
-        return datasets.load_dataset(_REPOSITORY)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise missing(first_line(error)) from error

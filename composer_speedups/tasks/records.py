@@ -82,7 +82,8 @@ def as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
         return as_class(value) if key == "label_column" and file.suffix.lower() in (".csv", ".tsv") else value
     if value is None or value != value:  # NaN is how pandas writes what is missing
         return ""
-    place = f"{str(file)!r} {'row' if file.suffix.lower() == '.parquet' else 'line'} {number}: column {column!r}"
+    lines = file.suffix.lower() in (".csv", ".tsv", ".jsonl", ".ndjson")
+    place = f"{str(file)!r} {'line' if lines else 'row'} {number}: column {column!r}"
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -92,7 +93,7 @@ def as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
                 f"task.{key}"
             ) from error
     if isinstance(value, (list, tuple, dict)):
-        wanted = "one text" if key == "text_column" else "one word or number"
+        wanted = "one text" if key in ("text_column", "text_pair_column") else "one word or number"
         raise TaskError(
             f"{place} holds a {type(value).__name__}, not {wanted}: write {wanted} there, or name another task.{key}"
         )
@@ -120,7 +121,7 @@ def _need(file: Path, wanted: list[str], there: list[str], line: int | None = No
     for column in wanted:
         if column not in there:
             place = f"{str(file)!r}" + (f" line {line}" if line else "")
-            remedy = "Set task.text_column, task.label_column or task.split_column"
+            remedy = "Set task.text_column, task.text_pair_column, task.label_column or task.split_column"
             if file.suffix.lower() in (".csv", ".tsv") and len(there) == 1 and re.search("[;,\t|]", there[0]):
                 remedy = "Columns of a csv are separated by commas, of a tsv by tabs: convert it"
             raise TaskError(

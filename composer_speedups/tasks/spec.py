@@ -5,9 +5,18 @@ Imports pydantic only, so that reading and checking a recipe stays instant.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import itertools
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 __all__ = ["ModelSpec", "TaskSpec"]
 
@@ -15,16 +24,23 @@ Scalar = bool | int | float | str | None
 
 _ARCHITECTURE_KEYS = {"trust_remote_code", "auto_map", "model_type", "architectures", "num_labels"}
 _ONLY_FOR = {
-    "path": ("text", "imdb"),
-    "text_column": ("text",),
-    "label_column": ("text",),
+    "path": ("text", "hub", "imdb"),
+    "text_column": ("text", "hub"),
+    "text_pair_column": ("text", "hub"),
+    "label_column": ("text", "hub"),
     "split_column": ("text",),
     "eval_path": ("text",),
+    "subset": ("hub",),
+    "revision": ("hub",),
+    "train_split": ("hub",),
+    "eval_split": ("hub",),
     "mean_length": ("dummy",),
     "length_std": ("dummy",),
     "num_labels": ("dummy",),
     "lowest_token": ("dummy",),
 }
+# Written only where they are set: studies and checkpoints that know nothing of them stay what they were.
+_LATER = ("text_pair_column", "subset", "revision", "train_split", "eval_split")
 
 
 class _Spec(BaseModel):
@@ -36,7 +52,8 @@ class TaskSpec(_Spec):
     """What is trained on what.
 
     Attributes:
-        name: `docstrings` (embedded, no download), `imdb`, `text` (the user's own files), `dummy` (random tokens).
+        name: `docstrings` (embedded, no download), `imdb`, `text` (the user's own files), `hub` (a data set of the
+            Hugging Face hub), `dummy` (random tokens).
         objective: `classification` of whole texts, or `mlm` (masked language modelling, as BERT does it).
         max_length: tokens per sample including the special ones; longer texts are cut.
         padding: `max_length` pads every batch to `max_length`, `longest` to its own longest sample.
@@ -48,12 +65,20 @@ class TaskSpec(_Spec):
         vocabulary: size of the WordPiece vocabulary trained for `docstrings` and for `text` when the model brings
             no tokenizer of its own; number of ids for `dummy` (None: the model's own).
         path: `text`: csv, tsv, jsonl, parquet file, or a folder of those or of class folders with .txt files;
+            `hub`: a name such as nyu-mll/glue, or a folder that `datasets.load_dataset` reads;
             `imdb`: a local folder or parquet file instead of the hub.
         eval_path: `text`: a second file or folder to evaluate on; without it (and without `split_column`) a stable
             tenth of the texts is held out.
-        text_column: `text`: the column with the text.
-        label_column: `text`: the column with the label (not needed for MLM).
+        text_column: `text`, `hub`: the column with the text.
+        text_pair_column: `text`, `hub`: the column with a second text, where pairs are classified: premise and
+            hypothesis, question and answer. The model is given both, as its tokenizer joins them.
+        label_column: `text`, `hub`: the column with the label (not needed for MLM).
         split_column: `text`: a column that says `train`, or `test` / `validation` / `eval`.
+        subset: `hub`: one of the sets that share a name, such as mrpc of nyu-mll/glue.
+        revision: `hub`: a commit, branch or tag of it; None is the newest.
+        train_split: `hub`: the split to train on.
+        eval_split: `hub`: the split to evaluate on; None is `validation`, or else `test`, or else a stable tenth of the
+            texts.
         mean_length: `dummy`: mean tokens per sample; None is full length.
         length_std: `dummy`: standard deviation of the tokens per sample.
         num_labels: `dummy`: number of classes.
@@ -63,7 +88,7 @@ class TaskSpec(_Spec):
     256
     """
 
-    name: Literal["docstrings", "imdb", "text", "dummy"] = "docstrings"
+    name: Literal["docstrings", "imdb", "text", "hub", "dummy"] = "docstrings"
     objective: Literal["classification", "mlm"] = "classification"
     max_length: Annotated[int, Field(ge=8, le=32768)] = 256
     padding: Literal["max_length", "longest"] = "max_length"
@@ -76,8 +101,13 @@ class TaskSpec(_Spec):
     path: str | None = None
     eval_path: str | None = None
     text_column: str = "text"
+    text_pair_column: str | None = None
     label_column: str = "label"
     split_column: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+    train_split: str = "train"
+    eval_split: str | None = None
     mean_length: Annotated[float, Field(ge=3)] | None = None
     length_std: Annotated[float, Field(ge=0)] = 0.0
     num_labels: Annotated[int, Field(ge=2, le=100_000)] = 2
@@ -87,15 +117,20 @@ class TaskSpec(_Spec):
     def _fits_together(self) -> TaskSpec:
         for field, tasks in _ONLY_FOR.items():
             if self.name not in tasks and getattr(self, field) != type(self).model_fields[field].default:
-                raise ValueError(
-                    f"{field} belongs to task {' or '.join(tasks)}, not to {self.name}: remove it, or change name"
-                )
+                belongs = " or ".join(filter(None, (", ".join(tasks[:-1]), tasks[-1])))
+                raise ValueError(f"{field} belongs to task {belongs}, not to {self.name}: remove it, or change name")
         if self.name == "text" and self.path is None:
             raise ValueError("task text needs path: a csv, tsv, jsonl or parquet file, or a folder")
+        if self.name == "hub" and self.path is None:
+            raise ValueError("task hub needs path: the name of a data set on the Hugging Face hub, as stanfordnlp/sst2")
+        if self.name == "hub" and self.train_split == self.eval_split:
+            raise ValueError(f"train_split and eval_split are both {self.eval_split!r}: evaluate on another")
         if self.name == "text" and self.eval_path is not None and self.split_column is not None:
             raise ValueError("eval_path and split_column both say what to evaluate on: keep one")
-        if (self.name, self.objective, self.text_column) == ("text", "classification", self.label_column):
-            raise ValueError(f"text_column and label_column are both {self.text_column!r}: one column cannot be both")
+        columns = [n for n in ("text_column", "text_pair_column", "label_column") if self._reads(n)]
+        for one, other in itertools.combinations(columns, 2):
+            if (column := getattr(self, one)) == getattr(self, other):
+                raise ValueError(f"{one} and {other} are both {column!r}: one column cannot be both")
         if self.mean_length is not None and self.mean_length > self.max_length:
             raise ValueError(f"mean_length {self.mean_length:g} exceeds max_length {self.max_length}")
         if self.mean_length is None and self.length_std > 0:
@@ -105,6 +140,15 @@ class TaskSpec(_Spec):
                 f"max_length {self.max_length} is no multiple of pad_to_multiple_of {self.pad_to_multiple_of}"
             )
         return self
+
+    def _reads(self, column: str) -> bool:
+        needed = column != "label_column" or self.objective == "classification"
+        return self.name in _ONLY_FOR[column] and getattr(self, column) is not None and needed
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        unset = [key for key in _LATER if getattr(self, key) == type(self).model_fields[key].default]
+        return {key: value for key, value in write(self).items() if key not in unset}
 
 
 class ModelSpec(_Spec):

@@ -14,7 +14,7 @@ import numpy as np
 
 from composer_speedups.errors import TaskError
 from composer_speedups.installed import version
-from composer_speedups.tasks import docstrings, dummy, files, imdb, model_sources, wordpiece
+from composer_speedups.tasks import docstrings, dummy, files, hub_texts, imdb, model_sources, wordpiece
 from composer_speedups.tasks.cache import cached, digest
 from composer_speedups.tasks.data import Lengths, MaskCollator, PadCollator, TokenDataset
 from composer_speedups.tasks.spec import ModelSpec, TaskSpec
@@ -38,10 +38,10 @@ class Task:
     """All that training needs to know about its data.
 
     Attributes:
-        train: map-style samples `{"input_ids", "label", "index"}`, not padded.
+        train: map-style samples `{"input_ids", "label", "index"}`, not padded, of pairs with `token_type_ids`.
         evaluation: the same, to evaluate on.
         tokenizer: the pretrained model's own, or one trained on the task's texts.
-        collate_train: makes batches of `input_ids`, `attention_mask` and `labels`.
+        collate_train: makes batches of `input_ids`, `attention_mask` and `labels`, of pairs with `token_type_ids`.
         collate_eval: the same; for MLM with masks that stay the same in every epoch and for every seed.
         num_labels: number of classes; 1 for MLM.
         label_names: name of each class.
@@ -96,7 +96,11 @@ def build_task(spec: TaskSpec, model: ModelSpec, *, seed: int, progress: Callabl
         raw = _Raw(spec, say)
         tokenizer = _tokenizer(spec, source, raw)
         stored = _tokenised(spec, source, tokenizer, raw)
-        train, evaluation = TokenDataset.load(stored / "train"), TokenDataset.load(stored / "evaluation")
+        typed = spec.text_pair_column is not None and _types_known(model, source) > 1
+        if typed and "token_type_ids" not in tokenizer.model_input_names:
+            # As it is saved with the model: whoever gives it a pair then gets what the model was trained with.
+            tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+        train, evaluation = (TokenDataset.load(stored / part, typed) for part in ("train", "evaluation"))
         about = _About.load(stored)
         label_names, vocabulary = about.label_names, len(tokenizer)
         notes += about.notes
@@ -126,9 +130,15 @@ class _Raw:
             self.key["versions"] = docstrings.versions()
         else:
             self.key["labelled"] = spec.objective == "classification"
-            self.key["columns"] = [spec.text_column, spec.label_column, spec.split_column]
-            paths = {"task.path": spec.path, "task.eval_path": spec.eval_path}
-            self.key["files"] = [files.fingerprint(path, key) for key, path in paths.items() if path is not None]
+            pair = [] if spec.text_pair_column is None else [spec.text_pair_column]
+            self.key["columns"] = [spec.text_column, spec.label_column, spec.split_column, *pair]
+            self._on_hub = hub_texts.load(spec) if spec.name == "hub" else None
+            if self._on_hub is not None:
+                self.key["splits"] = [spec.train_split, spec.eval_split]
+                self.key["files"] = hub_texts.fingerprint(self._on_hub)
+            else:
+                paths = {"task.path": spec.path, "task.eval_path": spec.eval_path}
+                self.key["files"] = [files.fingerprint(path, key) for key, path in paths.items() if path is not None]
 
     def texts(self) -> Texts:
         if self._texts is None:
@@ -147,9 +157,12 @@ class _Raw:
         self.say(f"reading the texts of task {spec.name}")
         if spec.name == "imdb":
             return imdb.read(spec.path, *size, seed=spec.data_seed, labelled=labelled)
+        if self._on_hub is not None:
+            return hub_texts.read(self._on_hub, spec)
         assert spec.path is not None
         return files.read(
-            spec.path, text_column=spec.text_column, label_column=spec.label_column if labelled else None,
+            spec.path, text_column=spec.text_column, text_pair_column=spec.text_pair_column,
+            label_column=spec.label_column if labelled else None,
             split_column=spec.split_column, eval_path=spec.eval_path,
             train=spec.train_samples, evaluation=spec.eval_samples, seed=spec.data_seed,
         )  # fmt: skip
@@ -161,7 +174,7 @@ def _tokenizer(spec: TaskSpec, source: model_sources.Source, raw: _Raw) -> PreTr
     size = spec.vocabulary or DEFAULT_VOCABULARY
 
     def train(folder: Path) -> None:
-        texts = raw.texts().train
+        texts = raw.texts().train + (raw.texts().train_pairs or [])
         raw.say(f"training a WordPiece tokenizer of {size:,} entries on {len(texts):,} texts")
         wordpiece.train(texts, size, folder)
 
@@ -193,8 +206,8 @@ def _tokenised(spec: TaskSpec, source: model_sources.Source, tokenizer: PreTrain
         notes = list(texts.notes)
         for part in ("train", "evaluation"):
             # A copy: a tokenizer keeps how it was last used, and what is saved with a model must not tell of the cache.
-            rows = _encode(getattr(texts, part), copy.deepcopy(tokenizer), spec.max_length, part, raw.say)
-            labels = getattr(texts, f"{part}_labels")
+            pairs, labels = getattr(texts, f"{part}_pairs"), getattr(texts, f"{part}_labels")
+            rows, types = _encode(getattr(texts, part), pairs, copy.deepcopy(tokenizer), spec.max_length, part, raw.say)
             # Texts of control characters alone leave nothing to learn, and nothing that MLM could mask.
             special = set(tokenizer.all_special_ids)
             full = [i for i, row in enumerate(rows) if not special.issuperset(row)]
@@ -203,7 +216,8 @@ def _tokenised(spec: TaskSpec, source: model_sources.Source, tokenizer: PreTrain
             notes += _unknown(rows, tokenizer, part, own=not source.tokenizer)
             if not full:
                 raise TaskError(f"no {part} text of task {spec.name} holds a token that the tokenizer knows")
-            TokenDataset.of([rows[i] for i in full], [labels[i] for i in full]).save(folder / part)
+            typed = None if types is None else [types[i] for i in full]
+            TokenDataset.of([rows[i] for i in full], [labels[i] for i in full], typed).save(folder / part)
         _About(texts.label_names, notes).save(folder)
 
     key = {
@@ -243,16 +257,32 @@ def _unknown(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase, part: st
 
 
 def _encode(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int, part: str, say: Callable[[str], None]
-) -> list[list[int]]:
+    texts: list[str],
+    pairs: list[str] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    part: str,
+    say: Callable[[str], None],
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """The ids of texts, or of pairs, of which the longer one is cut first; and of pairs the types."""
     rows: list[list[int]] = []
+    types: list[list[int]] = []
     for start in range(0, len(texts), _ROWS_AT_ONCE):
         say(f"tokenizing for {part}: {start:,} of {len(texts):,} texts")
-        batch = texts[start : start + _ROWS_AT_ONCE]
-        rows += tokenizer(
-            batch, truncation=True, max_length=length, return_attention_mask=False, return_token_type_ids=False
-        )["input_ids"]
-    return rows
+        some = slice(start, start + _ROWS_AT_ONCE)
+        made = tokenizer(
+            texts[some], None if pairs is None else pairs[some], truncation=True, max_length=length,
+            return_attention_mask=False, return_token_type_ids=pairs is not None,
+        )  # fmt: skip
+        rows += made["input_ids"]
+        types += made["token_type_ids"] if pairs is not None else []
+    return rows, types if pairs is not None else None
+
+
+def _types_known(model: ModelSpec, source: model_sources.Source) -> int:
+    """Of how many types a model has embeddings: BERT of two, RoBERTa of one, DistilBERT of none."""
+    own = model.config.get("type_vocab_size", getattr(model_sources.load_config(source), "type_vocab_size", 0))
+    return own if isinstance(own, int) else 0  # what is no number, is refused where the model is built
 
 
 def _collator(

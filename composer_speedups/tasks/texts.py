@@ -11,7 +11,7 @@ __all__ = ["Texts", "pick", "split_sizes"]
 
 @dataclass
 class Texts:
-    """Raw data of a task. Labels are positions in `label_names`."""
+    """Raw data of a task. Labels are positions in `label_names`; pairs, of texts that have one, the second text."""
 
     train: list[str]
     train_labels: list[int]
@@ -19,6 +19,8 @@ class Texts:
     evaluation_labels: list[int]
     label_names: list[str]
     notes: list[str] = field(default_factory=list)
+    train_pairs: list[str] | None = None
+    evaluation_pairs: list[str] | None = None
 
     def save(self, folder: Path) -> None:
         (folder / "texts.json").write_text(json.dumps(asdict(self)))

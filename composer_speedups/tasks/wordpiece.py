@@ -50,7 +50,7 @@ def load(file: Path, max_length: int) -> PreTrainedTokenizerFast:
 
     return PreTrainedTokenizerFast(
         tokenizer_file=str(file), model_max_length=max_length,
-        model_input_names=["input_ids", "attention_mask"],  # one sentence: no token types
+        model_input_names=["input_ids", "attention_mask"],  # of one text all tokens have one type
         **SPECIAL_TOKENS,
     )  # fmt: skip
 

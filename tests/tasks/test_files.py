@@ -286,3 +286,7 @@ def test_labels_to_evaluate_on_that_training_never_sees(tmp_path) -> None:
     texts = files.read(train, eval_path=some)
     assert texts.notes == ["3 of 10 texts to evaluate on have labels that no text to train on has: '2'"]
     assert files.read(train).notes == []
+
+    none = str(write_csv(tmp_path / "d.csv", [(f"held out {i}", "") for i in range(10)]))
+    with pytest.raises(TaskError, match=r"leaves no text to evaluate on \(40 texts\): give more, or task\.eval_path"):
+        files.read(train, eval_path=none)  # and not a tenth of the others, which nobody asked for

@@ -20,7 +20,7 @@ from composer_speedups.tasks import ModelSpec, TaskSpec
         ({"mlm_probability": 1.0}, "less than 1"),
         ({"lenght": 3}, "Extra inputs"),
         ({"name": "text"}, "needs path"),
-        ({"path": "x.csv"}, "belongs to task text or imdb, not to docstrings"),
+        ({"path": "x.csv"}, "belongs to task text, hub or imdb, not to docstrings"),
         ({"mean_length": 40.0}, "belongs to task dummy"),
         ({"name": "dummy", "mean_length": 300.0}, "exceeds max_length 256"),
         ({"name": "dummy", "length_std": 3.0}, "needs mean_length"),

@@ -1,0 +1,124 @@
+"""Read a data set of the Hugging Face hub, or a folder that the library `datasets` reads, as texts with labels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_speedups.errors import TaskError, in_a_line
+from composer_speedups.tasks import hub
+from composer_speedups.tasks.records import as_text
+from composer_speedups.tasks.spec import TaskSpec
+from composer_speedups.tasks.splitting import Part, Row, split
+from composer_speedups.tasks.texts import Texts, pick
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+__all__ = ["fingerprint", "load", "load_from_hub", "read"]
+
+_ROWS_AT_ONCE = 1000
+_DRAWN = 20  # times as many rows as are asked for are looked at: of millions, reading all takes minutes and gigabytes
+
+
+def load(spec: TaskSpec) -> DatasetDict:
+    """All splits of the data set that `spec` names, from its folder, the local cache or the hub."""
+    assert spec.path is not None
+    folder = os.path.expanduser(spec.path)
+    if os.path.isdir(folder):
+        return _loaded(spec.path, folder, "give a folder that it reads, or task.name=text", spec.subset)
+    otherwise = "set task.path to a local folder"
+    return load_from_hub(spec.path, otherwise, spec.subset, spec.revision)
+
+
+def load_from_hub(name: str, otherwise: str, subset: str | None = None, revision: str | None = None) -> DatasetDict:
+    """The data set `name` with all its splits; `otherwise` says what else to do where it cannot be had."""
+    import datasets
+
+    kept = datasets.config.HF_DATASETS_CACHE / name.replace("/", "___")
+    if not kept.exists() and (why := hub.unreachable()):
+        raise TaskError(f"{name} cannot be had from the Hugging Face hub ({why}): connect to it, or {otherwise}")
+    return _loaded(name, name, f"check its name, or {otherwise}", subset, revision)
+
+
+def _loaded(name: str, place: str, remedy: str, subset: str | None = None, revision: str | None = None) -> DatasetDict:
+    import datasets
+
+    bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # we have our own
+    try:
+        return datasets.load_dataset(place, subset, revision=revision)
+    except Exception as error:  # of the network, of what is not there, and whatever a file's reader raises
+        if "onfig name is missing" in str(error) or (subset is not None and "BuilderConfig" in str(error)):
+            remedy = "name one by task.subset"
+        raise TaskError(f"data set {name!r} cannot be loaded ({in_a_line(error)}): {remedy}") from error
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def fingerprint(data: DatasetDict) -> list[list[Any]]:
+    """What tells this content of the data set from another: `datasets` names its files by it."""
+    return [[name, part.num_rows, [file["filename"] for file in part.cache_files]] for name, part in data.items()]
+
+
+def read(data: DatasetDict, spec: TaskSpec) -> Texts:
+    """The texts of `spec`'s splits and columns; see `splitting.split` for what is evaluated on where no split is."""
+    assert spec.path is not None
+    labelled = spec.objective == "classification"
+    names = {"text_column": spec.text_column, "text_pair_column": spec.text_pair_column}
+    names["label_column"] = spec.label_column if labelled else None
+    columns = {key: name for key, name in names.items() if name is not None}
+    splits: dict[str, Part] = {_split(data, spec, "train_split", spec.train_split): "train"}
+    usual = (name for name in ("validation", "test") if name in data and name not in splits)
+    apart = spec.eval_split or next((name for name in usual if _told(data[name], names["label_column"])), None)
+    if apart is not None:
+        splits[_split(data, spec, "eval_split", apart)] = "evaluation"
+    rows: list[Row] = []
+    for n, (name, part) in enumerate(splits.items()):
+        asked = spec.eval_samples if part == "evaluation" else spec.train_samples
+        told = None if apart is None else part
+        rows += _rows(data[name], spec, name, columns, told, asked, spec.data_seed + n)
+    label = data[spec.train_split].features[spec.label_column] if labelled else None
+    return split(
+        rows, spec.path, label_column=names["label_column"], train=spec.train_samples, evaluation=spec.eval_samples,
+        seed=spec.data_seed, order=getattr(label, "names", ()), remedy="name others by task.train_split or eval_split",
+    )  # fmt: skip
+
+
+def _told(data: Dataset, label: str | None) -> bool:
+    """Whether it has labels; competitions keep those of the test to themselves, and write -1."""
+    if label not in data.features or not hasattr(data.features[label], "names"):
+        return True
+    return any(number is not None and number >= 0 for number in data[label])
+
+
+def _split(data: DatasetDict, spec: TaskSpec, key: str, name: str) -> str:
+    if name not in data:
+        raise TaskError(f"data set {spec.path!r} has no split {name!r}: set task.{key} to one of {', '.join(data)}")
+    return name
+
+
+def _rows(
+    data: Dataset, spec: TaskSpec, name: str, columns: dict[str, str], part: Part | None, asked: int | None, seed: int
+) -> Iterator[Row]:
+    place = Path(f"{spec.path}, {name}")
+    for key, column in columns.items():
+        if column not in data.features:
+            there = ", ".join(data.features)
+            raise TaskError(f"{str(place)!r} has no column {column!r}: set task.{key} to one of {there}")
+    if asked is not None and data.num_rows > _DRAWN * asked:
+        data = data.select(pick(data.num_rows, _DRAWN * asked, seed))
+    classes = {key: getattr(data.features[column], "names", None) for key, column in columns.items()}
+    number = 0
+    for batch in data.select_columns([*columns.values()]).iter(_ROWS_AT_ONCE):
+        for values in zip(*(batch[column] for column in columns.values()), strict=True):
+            number += 1
+            cells = {}
+            for (key, column), value in zip(columns.items(), values, strict=True):
+                if (known := classes[key]) is not None:  # -1 stands for a class that is kept secret
+                    value = known[value] if value is not None and value >= 0 else None
+                cells[key] = as_text(value, place, number, key, column)
+            yield Row(cells["text_column"], cells.get("label_column"), part, cells.get("text_pair_column"))

@@ -1,0 +1,209 @@
+"""From rows that somebody else wrote to texts with labels: what can be used, what is evaluated on, and what to say."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from composer_speedups.errors import TaskError
+from composer_speedups.tasks.texts import Texts
+
+__all__ = ["Part", "Row", "part_of", "split"]
+
+Part = Literal["train", "evaluation"]
+
+_TRAIN = {"train", "training"}
+_EVALUATION = {"test", "eval", "evaluation", "validation", "valid", "val", "dev"}
+_MOST_LABELS = 1000
+
+
+class Row(NamedTuple):
+    """One text as it was written.
+
+    Attributes:
+        text: the text, or the first of two.
+        label: None where none is asked for; empty where it is missing.
+        part: None where the data does not say.
+        pair: the second text; None where none is asked for.
+    """
+
+    text: str
+    label: str | None
+    part: Part | None
+    pair: str | None = None
+
+
+class _Chosen(NamedTuple):
+    hash: bytes
+    text: str
+    pair: str
+    label: int
+
+
+def part_of(word: str) -> Part | None:
+    """What a word says that is in a column, or a file's or a split's name.
+
+    >>> part_of("Validation"), part_of("train"), part_of("extra")
+    ('evaluation', 'train', None)
+    """
+    word = word.strip().lower()
+    return "train" if word in _TRAIN else "evaluation" if word in _EVALUATION else None
+
+
+def split(
+    rows: Sequence[Row],
+    source: str,
+    *,
+    label_column: str | None,
+    eval_source: str | None = None,
+    train: int | None = None,
+    evaluation: int | None = None,
+    seed: int = 0,
+    order: Sequence[str] = (),
+    told_alike: Mapping[str, str] | None = None,
+    remedy: str = "give more, or task.eval_path",
+) -> Texts:
+    """Texts to train and to evaluate on, at most as many as asked for, and notes on what was left out.
+
+    What is evaluated on: what the rows say; or else a tenth of the texts, chosen by a hash of the text, so that equal
+    texts (of pairs, those with the same first text) fall on one side.
+
+    Args:
+        rows: of both parts.
+        source: where they are from, for errors and notes.
+        label_column: None leaves labels out (MLM).
+        eval_source: where those to evaluate on are from, if elsewhere.
+        train: at most so many; None is all.
+        evaluation: the same to evaluate on.
+        seed: of the choice.
+        order: labels in the order that they have where they are from; others follow.
+        told_alike: other names for labels.
+        remedy: what to do where one part has no text.
+    """
+    kept, notes = _cleaned(rows, source, labelled=label_column is not None)
+    names = _label_names({row.label for row in kept if row.label}, len(kept), label_column, order)
+    number = {name: i for i, name in enumerate(names)}
+    ordered = sorted(
+        (
+            (_Chosen(_hash(seed, row.text), row.text, row.pair or "", number.get(row.label or "", 0)), row.part)
+            for row in kept
+        ),
+        key=lambda x: x[0],
+    )
+    told = any(row.part == "evaluation" for row in rows)
+    parts = _as_told(ordered) if told else _by_hash([chosen for chosen, _ in ordered], evaluation)
+    for part, what in (("train", "train"), ("evaluation", "evaluate")):
+        if not parts[part]:
+            raise TaskError(f"{source!r} leaves no text to {what} on ({len(kept):,} texts): {remedy}")
+    if told:  # in a part of a few texts, chosen by their hash, it happens
+        _check_labels(parts, names, eval_source or source)
+    chosen_train, chosen_eval = parts["train"][:train], parts["evaluation"][:evaluation]
+    known = {row.label for row in chosen_train}
+    new = [row.label for row in chosen_eval if row.label not in known]
+    if new:
+        notes.append(
+            f"{len(new):,} of {len(chosen_eval):,} texts to evaluate on have labels that no text to train on has: "
+            f"{_some(set(new), names)}"
+        )
+    if train is not None and train < len(parts["train"]):
+        notes.append(
+            f"{train:,} of {len(parts['train']):,} texts to train on are used: task.train_samples=null takes all"
+        )
+    paired = any(row.pair is not None for row in kept)
+    return Texts(
+        train=[row.text for row in chosen_train],
+        train_labels=[row.label for row in chosen_train],
+        evaluation=[row.text for row in chosen_eval],
+        evaluation_labels=[row.label for row in chosen_eval],
+        label_names=[(told_alike or {}).get(name, name) for name in names],
+        notes=notes,
+        train_pairs=[row.pair for row in chosen_train] if paired else None,
+        evaluation_pairs=[row.pair for row in chosen_eval] if paired else None,
+    )
+
+
+def _cleaned(rows: Sequence[Row], source: str, *, labelled: bool) -> tuple[list[Row], list[str]]:
+    """The rows that have what is needed, and words on the others."""
+    clean = [
+        Row(
+            _clean(row.text),
+            None if row.label is None else row.label.strip(),
+            row.part,
+            None if row.pair is None else _clean(row.pair),
+        )
+        for row in rows
+    ]
+    whole = [row for row in clean if row.text and row.pair != ""]
+    kept = [row for row in whole if row.label or not labelled]
+    notes = []
+    if empty := len(clean) - len(whole):
+        paired = any(row.pair is not None for row in clean)
+        lack = "no text, or no second one" if paired else "no text"
+        notes.append(f"{empty:,} of {len(clean):,} rows of {source} dropped: {lack}")
+    if unlabelled := len(whole) - len(kept):
+        notes.append(f"{unlabelled:,} of {len(clean):,} rows of {source} dropped: no label")
+    if not kept:
+        raise TaskError(
+            f"{source!r} holds no row with both text and label ({len(clean):,} rows read): check the columns"
+        )
+    return kept, notes
+
+
+def _as_told(ordered: Iterable[tuple[_Chosen, Part | None]]) -> dict[Part, list[_Chosen]]:
+    """As the rows say themselves."""
+    parts: dict[Part, list[_Chosen]] = {"train": [], "evaluation": []}
+    for chosen, part in ordered:
+        parts[part or "train"].append(chosen)
+    return parts
+
+
+def _by_hash(ordered: Sequence[_Chosen], evaluation: int | None) -> dict[Part, list[_Chosen]]:
+    """A tenth to evaluate on, or fewer where fewer are asked for."""
+    tenth = len(ordered) // 10
+    cut = max(1, tenth if evaluation is None else min(evaluation, tenth))
+    while cut < len(ordered) and ordered[cut].hash == ordered[cut - 1].hash:
+        cut += 1  # equal texts lie side by side: keep them on one side
+    return {"train": list(ordered[cut:]), "evaluation": list(ordered[:cut])}
+
+
+def _check_labels(parts: Mapping[Part, Sequence[_Chosen]], names: Sequence[str], source: str) -> None:
+    """Raise if no label to evaluate on is one to train on."""
+    known, asked = ({row.label for row in parts[part]} for part in ("train", "evaluation"))
+    if not known & asked:
+        raise TaskError(
+            f"the labels to evaluate on ({_some(asked, names)}), as {source} has them, do not occur among "
+            f"those to train on ({_some(known, names)}): write them alike"
+        )
+
+
+def _clean(text: str) -> str:
+    # A lone surrogate (JSON can escape one) cannot be encoded by a tokenizer.
+    return text.strip().encode("utf-8", "replace").decode()
+
+
+def _label_names(labels: set[str], rows: int, column: str | None, order: Sequence[str]) -> list[str]:
+    if column is None:
+        return ["none"]
+    if len(labels) < 2:
+        raise TaskError(f"column {column!r} holds one label only, {next(iter(labels))!r}: classification needs two")
+    if len(labels) > _MOST_LABELS or (len(labels) > 10 and len(labels) > rows // 2):
+        raise TaskError(
+            f"column {column!r} holds {len(labels):,} different values in {rows:,} rows: that is no label. "
+            "Name another task.label_column, or use task.objective=mlm"
+        )
+    first = [name for name in order if name in labels]
+    others = labels - set(first)
+    try:
+        return first + sorted(others, key=int)
+    except ValueError:
+        return first + sorted(others)
+
+
+def _some(labels: set[int], names: Sequence[str]) -> str:
+    shown = ", ".join(repr(names[n]) for n in sorted(labels)[:5])
+    return f"{shown} and {len(labels) - 5} more" if len(labels) > 5 else shown
+
+
+def _hash(seed: int, text: str) -> bytes:
+    return hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=12).digest()
