@@ -38,7 +38,7 @@ def recommend(
     model: Annotated[
         str, typer.Option(metavar="PATH|NAME", help="Folder or name of a Hugging Face encoder.")
     ] = "bert-base-uncased",
-    task: Annotated[str, typer.Option(help="docstrings, imdb, text or dummy.")] = "docstrings",
+    task: Annotated[str, typer.Option(help="docstrings, imdb, text, hub or dummy.")] = "docstrings",
     minutes: Annotated[float, typer.Option(help="That it may take.")] = 15.0,
     ranks: Annotated[
         int, typer.Option(help="Processes that train together (DDP), which share each batch: one for each GPU.", min=1)

@@ -72,11 +72,15 @@ def about_rows(path: str) -> int | None:
                 with file.open("rb") as stream:
                     head = stream.read(_BEGINNING)
                 total += head.count(b"\n") * size / max(1, len(head))
+            elif kind == ".parquet":
+                import pyarrow.parquet
+
+                total += pyarrow.parquet.read_metadata(file).num_rows
             elif kind == ".txt":
                 total += 1
             else:
                 return None
-    except OSError:
+    except (OSError, ValueError):  # the latter of what is no Parquet; reading it will tell
         return None
     return round(total) or None
 

@@ -161,7 +161,10 @@ def test_yaml_words_for_true(write) -> None:
         ("batchsize: 3", "mine.yaml:1: unknown key 'batchsize'. Nearest: batch_size"),
         ("Batch_Size: 3", "unknown key 'Batch_Size'. Nearest: batch_size"),
         ("task:\n  max_lenght: 3", "mine.yaml:2: unknown key 'max_lenght' in task. Nearest: max_length"),
-        ("task:\n\n  name: imbd", "mine.yaml:3: task.name must be 'docstrings', 'imdb', 'text', 'hub' or 'dummy', got 'imbd'"),
+        (
+            "task:\n\n  name: imbd",
+            "mine.yaml:3: task.name must be 'docstrings', 'imdb', 'text', 'hub' or 'dummy', got 'imbd'",
+        ),
         ("task: {max_length: yes}", "task.max_length must be a"),
         ("task: imdb", "task must be a mapping, got 'imdb'. Write e.g. task: {name: docstrings}"),
         ("task:", "task must be a mapping, got None"),

@@ -266,7 +266,9 @@ def test_about_how_many_rows(tmp_path: Path):
     large = write_csv(tmp_path / "large.tsv", ROWS * 1000, delimiter="\t")
     assert large.stat().st_size > files._BEGINNING
     assert files.about_rows(str(large)) == pytest.approx(60_000, rel=0.01)
-    assert files.about_rows(str(write_parquet(tmp_path / "a.parquet"))) is None
+    assert files.about_rows(str(write_parquet(tmp_path / "a.parquet"))) == 60
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    assert files.about_rows(str(tmp_path / "broken.parquet")) is None
     assert files.about_rows(str(tmp_path / "none.csv")) is None
 
 
