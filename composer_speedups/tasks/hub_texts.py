@@ -37,7 +37,7 @@ def load_from_hub(name: str, otherwise: str, subset: str | None = None, revision
     """The data set `name` with all its splits; `otherwise` says what else to do where it cannot be had."""
     import datasets
 
-    kept = datasets.config.HF_DATASETS_CACHE / name.replace("/", "___")
+    kept = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___") / (subset or "")
     if not kept.exists() and (why := hub.unreachable()):
         raise TaskError(f"{name} cannot be had from the Hugging Face hub ({why}): connect to it, or {otherwise}")
     return _loaded(name, name, f"check its name, or {otherwise}", subset, revision)

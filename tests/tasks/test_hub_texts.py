@@ -157,6 +157,9 @@ def test_without_a_hub_a_name_is_refused_within_seconds(tmp_path: Path, monkeypa
         TaskError, match=r"stanfordnlp/sst2 cannot be had from the Hugging Face hub \(https:.*or set task"
     ):
         texts(Path("stanfordnlp/sst2"))
+    (tmp_path / "hf" / "nyu-mll___glue" / "sst2").mkdir(parents=True)
+    with pytest.raises(TaskError, match="nyu-mll/glue cannot be had from the Hugging Face hub"):
+        texts(Path("nyu-mll/glue"), subset="mrpc")
     (tmp_path / "empty").mkdir()
     with pytest.raises(TaskError, match=r"cannot be loaded \(.*\): give a folder that it reads, or task\.name=text"):
         texts(tmp_path / "empty")
