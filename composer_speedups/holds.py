@@ -34,6 +34,7 @@ class Hold(ABC):
 
     _in_force: ClassVar[list[Any]]  # of the process, as the setting is; the last one decides
     about: Hashable = None
+    _fits = False
 
     def __init_subclass__(cls) -> None:
         cls._in_force = []
@@ -75,10 +76,12 @@ class Hold(ABC):
         weakref.finalize(state, self.restore).atexit = False
 
     def follow(self, event: Event) -> None:
-        """Hold while a Trainer works: from each of `_STARTS` to its end."""
+        """Hold while a Trainer works: from each of `_STARTS` to its end. A callback may evaluate within a fit."""
+        if event in (Event.FIT_START, Event.FIT_END):
+            self._fits = event is Event.FIT_START
         if event in _STARTS:
             self.hold()
-        elif event in _ENDS:
+        elif event in _ENDS and not self._fits:
             self.restore()
 
     def __enter__(self) -> Hold:

@@ -9,7 +9,7 @@ import copy
 import pickle
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from composer import Trainer
 from composer.algorithms.warnings import NoEffectWarning
 from composer.models import HuggingFaceModel
 from contract import USABLE, batch, bert, case, forward_and_gradients, loader, make
+from small import stock_checkpointing
 
 from composer_speedups import registry
 from composer_speedups.recipes import load_recipe
@@ -85,6 +86,25 @@ def test_a_hook_on_any_module_is_called(when: str, key: str) -> None:
     fused = registry.speedup_class(key).slot == "attention"
     inside = {name for name in called[0] if fused and name.endswith("attention.self.dropout")}
     assert called[1] == called[0] - inside
+
+
+@pytest.mark.parametrize("key", [key for key in USABLE if registry.speedup_class(key).stage is not Stage.COMPILE])
+@pytest.mark.parametrize("recomputed", ["blocks", "offloaded"])
+def test_a_hook_on_any_gradient_is_called(recomputed: str, key: str) -> None:
+    """Those that clip or mask one, also where what is saved for the backward pass goes through PyTorch's own hooks."""
+    head = case(key).head
+    model = bert(head)
+    install([make(key)], model, head)
+    if recomputed == "blocks" and key != "gradient_checkpointing":
+        stock_checkpointing(model)
+    for parameter in model.parameters():
+        parameter.register_hook(torch.zeros_like)
+    offloaded = torch.autograd.graph.save_on_cpu() if recomputed == "offloaded" else nullcontext()
+    with torch.autocast("cpu", torch.bfloat16, enabled=key == "low_precision_norm"), offloaded:
+        loss = model(**batch(head))["loss"]
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) > 10 and not [name for name, grad in grads.items() if grad.count_nonzero()]
 
 
 @pytest.mark.parametrize("key", USABLE)

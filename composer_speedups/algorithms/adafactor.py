@@ -90,7 +90,7 @@ def apply_adafactor(optimizer: Optimizer, *, scale_parameter: bool = False, fore
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if state := optimizer.state.pop(parameter, None):
-                template.state[parameter] = _factored(state, group)
+                template.state[parameter] = _factored(state, group, parameter.dtype)
     become(optimizer, template, {})
     optimizer.defaults["eps"] = eps  # two other things than AdamW's one
     return sum(len(group["params"]) for group in groups)
@@ -176,11 +176,11 @@ def _refuse_unsupported(optimizer: Optimizer) -> None:
                 )
 
 
-def _factored(state: dict[str, Any], group: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _factored(state: dict[str, Any], group: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Adam's state of one parameter as Adafactor's: the mean square of the gradients, by rows and columns."""
     moments = read_moments(state, group)
     # Adam's running mean begins at 0 and is short of the true mean by this; Adafactor's begins at the first gradient.
-    square = moments.exp_avg_sq / (1 - group["betas"][1] ** max(moments.step, 1))
+    square = (moments.exp_avg_sq / (1 - group["betas"][1] ** max(moments.step, 1))).to(dtype)
     new = {"step": torch.tensor(float(moments.step), dtype=torch.float32)}
     if square.ndim < 2:
         return new | {"variance": square}

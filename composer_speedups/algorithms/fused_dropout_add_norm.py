@@ -46,7 +46,7 @@ from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.families import DISTILBERT, MPNET, layers_of, stack_of
 from composer_speedups.joint_linear import only_linear
 from composer_speedups.kernels import dropout_add_norm as kernel
-from composer_speedups.kernels.tensors import plain
+from composer_speedups.kernels.tensors import autocast_dtype, plain
 from composer_speedups.read_twice import as_residual, given_out_twice, read_twice
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, hooked, mix_in, same_code, stock_forward
@@ -223,15 +223,15 @@ def _end(
     dropout: torch.nn.Dropout | None = None,
 ) -> torch.Tensor:
     """`norm(dropout(x + x_bias) + residual)`."""
-    device, residual = x.device.type, as_residual(residual)
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast leaves float64 as it is, too
-        x, residual = (t.to(torch.get_autocast_dtype(device)) for t in (x, residual))
+    residual = as_residual(residual)
+    if (dtype := autocast_dtype(x)) is not None:
+        x, residual = x.to(dtype), residual.to(dtype)
     p = dropout.p if dropout is not None and dropout.training else 0.0
     if kernel.why_not(x, residual, norm.weight, norm.bias, p, x_bias) is not None:
         x = x if x_bias is None else x + x_bias.to(x.dtype)
         return norm((x if dropout is None else dropout(x)) + residual)
     arguments = x, residual, norm.weight, norm.bias, p, norm.eps, x_bias
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         if read_twice():
             return given_out_twice(*kernel.dropout_add_norm_twice(*arguments))
         return kernel.dropout_add_norm(*arguments)

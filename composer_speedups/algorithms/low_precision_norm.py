@@ -8,7 +8,8 @@ halves that traffic and saves the casts.
 float32 inside PyTorch's kernel. Without autocast nothing changes, bit for bit. On the CPU PyTorch's kernel sums the
 gradients of weight and bias in the low precision, over all tokens, which loses most of their digits; here they are
 summed in float32, and mean and deviation are kept in float32 for backward. Under `torch.compile` Inductor does so;
-under `torch.func` and for tensor subclasses PyTorch's kernel is as it is.
+under `torch.func` and for tensor subclasses PyTorch's kernel is as it is. On the CPU there are no second derivatives
+(gradient penalties). What autocast leaves alone, float64, is left in it.
 
 **When it pays.** With `MixedPrecision` on a GPU in eager mode: norms are bound by memory traffic. Under
 `TorchCompile` the casts are fused away already and little is left to win. The residual stream becomes low
@@ -31,7 +32,7 @@ from composer.loggers import Logger
 from torch.autograd.function import once_differentiable
 
 from composer_speedups.algorithms.mixed_precision import low_precision_of
-from composer_speedups.kernels.tensors import plain, shape_only
+from composer_speedups.kernels.tensors import autocast_dtype, plain, shape_only, to_save
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, swap_classes
 
@@ -82,13 +83,12 @@ class LowPrecisionNorm(SpeedUp):
 
 class _LowPrecisionLayerNorm(torch.nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device = input.device.type
-        if not torch.is_autocast_enabled(device):
+        dtype = autocast_dtype(input)
+        if dtype is None:
             return super().forward(input)
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(input.device.type, enabled=False):
             x = input.to(dtype)
-            if device == "cpu" and self.weight is not None and plain(x) and not torch.compiler.is_compiling():
+            if x.device.type == "cpu" and self.weight is not None and plain(x) and not torch.compiler.is_compiling():
                 return _Float32Sums.apply(x, self.weight, self.bias, self.eps)
             weight, bias = (None if p is None else p.to(dtype) for p in (self.weight, self.bias))
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
@@ -106,7 +106,7 @@ class _Float32Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
         # Weights in float32: mean and deviation are kept in float32 then.
-        wide = weight.float(), None if bias is None else bias.float()
+        wide = to_save(weight).float(), None if bias is None else to_save(bias).float()
         y, mean, rstd = torch.native_layer_norm(x, weight.shape, *wide, eps)
         ctx.save_for_backward(x, *wide, mean, rstd)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype

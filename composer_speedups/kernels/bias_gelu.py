@@ -25,7 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from composer_speedups.kernels.native import checked
-from composer_speedups.kernels.tensors import shape_only
+from composer_speedups.kernels.tensors import shape_only, to_save
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
 __all__ = ["bias_gelu", "has_kernel", "native", "operators", "reference_bias_gelu", "why_not"]
@@ -157,7 +157,7 @@ def _torch_backward(dy, x, bias):
 class _BiasGELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias):
-        ctx.save_for_backward(x, bias)
+        ctx.save_for_backward(x, to_save(bias))
         return _forward(x, bias)
 
     @staticmethod

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from composer_speedups.kernels.fast_dropout import dropped_of, fast_dropout_mask, realised, scale_of
 from composer_speedups.kernels.native import checked
-from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
+from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only, to_save
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
 __all__ = ["dropout_add_norm", "dropout_add_norm_twice", "native", "operators", "reference_dropout_add_norm", "why_not"]
@@ -282,7 +282,7 @@ class _DropoutAddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, seeds, dropped, eps, x_bias):
         y, mean, rstd = _forward(x, residual, weight, bias, seeds, dropped, eps, x_bias)
-        ctx.save_for_backward(x, residual, weight, mean, rstd, seeds, x_bias)
+        ctx.save_for_backward(x, residual, to_save(weight), mean, rstd, seeds, to_save(x_bias))
         ctx.dropped, ctx.bias_dtype = dropped, bias.dtype
         return y
 

@@ -30,7 +30,7 @@ from composer_speedups.kernels.launch import (
     tile_of,
 )
 from composer_speedups.kernels.partial_sums import add_up
-from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only
+from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only, to_save
 
 __all__ = [
     "columns",
@@ -301,7 +301,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
         y, mean, rstd = _forward(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.save_for_backward(x, to_save(weight), mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 

@@ -9,7 +9,17 @@ from itertools import pairwise
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["MAX_WIDTH", "beside", "compute_dtype", "empty_beside", "plain", "shape_only", "whole_of"]
+__all__ = [
+    "MAX_WIDTH",
+    "autocast_dtype",
+    "beside",
+    "compute_dtype",
+    "empty_beside",
+    "plain",
+    "shape_only",
+    "to_save",
+    "whole_of",
+]
 
 # Of the Triton kernels over rows: a whole row is held in registers, 32 elements in each of 256 threads.
 MAX_WIDTH = 8192
@@ -44,9 +54,24 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     ...     compute_dtype(x), compute_dtype(x.double()), compute_dtype(x.to("meta"))
     (torch.bfloat16, torch.float64, torch.float32)
     """
+    return autocast_dtype(x) or x.dtype
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast would make of `x`; None where it is off or leaves `x` alone, which `compute_dtype` tells."""
     device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast and x.dtype != torch.float64 else x.dtype
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def to_save(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """What to save of a parameter for the backward pass: its numbers, but not itself.
+
+    Where saved tensors go through hooks, as in checkpointing, PyTorch 2.7 forgets those of a parameter that a
+    `torch.autograd.Function` has saved: what a user registered to clip its gradient would not be called.
+    """
+    return None if parameter is None else parameter.detach()
 
 
 def beside(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

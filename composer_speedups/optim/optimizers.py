@@ -232,6 +232,11 @@ def become_torch(optimizer: Optimizer, *, foreach: bool, fused: bool) -> int:
         return 0
     if any(group.get("differentiable") for group in groups):
         raise SpeedUpUnavailable("your AdamW sets differentiable=True, which only its for-loop computes. Unset it")
+    if foreach and any(isinstance(g["lr"], torch.Tensor) and not g.get("capturable") for g in groups):
+        raise SpeedUpUnavailable(
+            "PyTorch's foreach AdamW takes a learning rate that is a tensor with capturable=True only. Make it a "
+            "number, or use fused_adamw"
+        )
     template = torch_adamw(optimizer, foreach=foreach, fused=fused)
     parameters = [p for g in groups for p in g["params"]]
     become(optimizer, template, dict.fromkeys(parameters, "torch"))

@@ -170,6 +170,23 @@ def test_a_running_adamw_hands_over_its_second_moments(before: str) -> None:
     assert all(p.isfinite().all() for p in params)
 
 
+@pytest.mark.parametrize("embeddings", [None, False], ids=["32-bit", "8-bit"])
+def test_moments_of_bitsandbytes_become_what_16_bit_weights_need(embeddings: bool | None) -> None:
+    """Its own are float32, whatever the weights are; Adafactor's are of the weights' dtype."""
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in parameters()]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    if embeddings is None:
+        apply_bnb_adamw(optimizer)
+    else:
+        apply_adamw_8bit(optimizer, embeddings_32bit=embeddings)
+    for number in range(2):
+        step(optimizer, number)
+    apply_adafactor(optimizer)
+    start = [p.detach().clone() for p in params]
+    step(optimizer, 2)
+    assert all(p.isfinite().all() and not torch.equal(p, old) for p, old in zip(params, start, strict=True))
+
+
 def test_words_that_do_not_occur_stay_finite() -> None:
     """An embedding's rows without a gradient have a second moment of 0, by which nothing may be divided."""
     table = torch.nn.Embedding(50, 8)

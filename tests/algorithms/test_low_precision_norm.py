@@ -115,6 +115,17 @@ def test_is_bit_exact_outside_autocast() -> None:
     assert torch.equal(model(x), expected)
 
 
+def test_what_autocast_leaves_alone_is_left_alone() -> None:
+    """float64, in which a linear layer after it would refuse bf16; and "meta", of which autocast knows nothing."""
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)).double()
+    x = torch.randn(5, 8, dtype=torch.float64)
+    expected = model(x)
+    assert apply_low_precision_norm(model) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), expected)
+        assert model.to("meta")(x.to("meta")).dtype == torch.float64
+
+
 def test_twice_is_once(tiny_bert: torch.nn.Module) -> None:
     assert apply_low_precision_norm(tiny_bert) == 5  # embeddings, and two a layer
     assert apply_low_precision_norm(tiny_bert) == 0

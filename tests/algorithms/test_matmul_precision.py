@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from composer.core import Callback, Event
+from composer.core import Callback, Evaluator, Event
 from small import BatchDataset
 from torch.backends import cudnn
 
@@ -103,6 +103,23 @@ def test_holds_in_fit_and_eval_and_is_restored_after_each(make_trainer) -> None:
     assert algorithm.evidence["after"] == "matmul highest, cuDNN float32"
     # 256 roundings of 2^-24 each, adding up as a random walk or better.
     assert 0 < algorithm.evidence["relative_error"] < 16 * 2**-24
+
+
+@pytest.mark.parametrize("work", ["eval", "predict"])
+def test_holds_on_when_a_callback_evaluates_within_the_fit(make_trainer, work: str) -> None:
+    class Evaluates(Callback):
+        def batch_end(self, state, logger) -> None:
+            if int(state.timestamp.batch) > 1:
+                return
+            trainer.eval(Evaluator(label="own", dataloader=LOADER)) if work == "eval" else trainer.predict(LOADER)
+
+    torch.set_float32_matmul_precision("high")
+    watch = Watch()
+    trainer = make_trainer([MatmulPrecision("highest")], callbacks=[Evaluates(), watch], max_duration="3ba")
+    trainer.fit()
+    assert len(watch.seen) >= 3 and set(watch.seen) == {("highest", False)}
+    assert now() == ("high", True)
+    trainer.close()
 
 
 @pytest.mark.parametrize(("before", "already"), [("highest", "matmul"), ("high", "none")])

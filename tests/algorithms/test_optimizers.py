@@ -334,6 +334,20 @@ def test_bitsandbytes_refuses_what_it_has_not(flag: str) -> None:
     assert optimizer.param_groups[0][flag] is True
 
 
+def test_a_rate_that_is_a_tensor() -> None:
+    """PyTorch's lists of tensors cannot have it: said before anything is converted, and not by the first step."""
+    optimizer = torch.optim.AdamW(parameters(), lr=torch.tensor(1e-2))
+    with pytest.raises(SpeedUpUnavailable, match=r"a learning rate that is a tensor .*use fused_adamw"):
+        apply_foreach_adamw(optimizer)
+    assert not optimizer.param_groups[0]["foreach"]
+    assert apply_fused_adamw(optimizer) == 3
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    optimizer.step()
+    assert not any(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+
+
 def test_amsgrad_state_is_kept() -> None:
     optimizer = torch.optim.AdamW(parameters(), lr=1e-2, amsgrad=True)
     step(optimizer, 0)
