@@ -104,6 +104,9 @@ def _bars(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
             for edge, bound in zip((a, b), row["speedup_interval"], strict=True):
                 if low <= bound <= high:
                     drawing.line([(edge, y + 6), (edge, y + 14)], "ink", 1.5)
+                else:  # it goes on
+                    back = 5 if bound < low else -5
+                    drawing.line([(edge + back, y + 5), (edge, y + 10), (edge + back, y + 15)], "ink", 1.5)
         if source:
             p = x(source)
             drawing.line(

@@ -9,7 +9,8 @@ from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, compare_speed
-from composer_speedups.recipes.schema import DESCRIPTIVE
+from composer_speedups.recipes.schema import DESCRIPTIVE, dotted
+from composer_speedups.recipes.yaml import inline
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +41,7 @@ def compare(one: Findings, other: Findings) -> list[dict[str, Any]]:
                 "recipe": name,
                 "first": a,
                 "second": b,
-                "same_recipe": not (a and b) or _settings(one.recipes[name]) == _settings(other.recipes[name]),
+                "differs": _differs(one.recipes[name], other.recipes[name]) if a and b else [],
                 "ratio": ratio.value,
                 "ratio_of": key,
                 "ratio_interval": None if ratio.low is None or ratio.high is None else [ratio.low, ratio.high],
@@ -87,7 +88,7 @@ def comparison_table(rows: Sequence[Row], names: tuple[str, str], width: int) ->
         cells.append(f"{ratio} {verdict}".strip())
         cells += [_value(side, "speedup", ".2f", "x") for side in sides]
         cells += [_value(side, "eval_accuracy", ".3f") for side in sides]
-        table.add_row(escape(name) + ("" if row["same_recipe"] else " (differs)"), *cells[: len(table.columns) - 1])
+        table.add_row(escape(name) + (" (differs)" if row["differs"] else ""), *cells[: len(table.columns) - 1])
     return table
 
 
@@ -99,8 +100,16 @@ def caption() -> str:
     )
 
 
-def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in recipe.items() if key not in DESCRIPTIVE}
+def _differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """In which settings two recipes of one name differ, in words."""
+    a, b = (dotted({key: value for key, value in x.items() if key not in DESCRIPTIVE}) for x in (one, other))
+    absent = object()
+    pairs = [(key, a.get(key, absent), b.get(key, absent)) for key in sorted({*a, *b})]
+    return [
+        f"{key} {' / '.join('absent' if x is absent else inline(x) for x in pair)}"
+        for key, *pair in pairs
+        if pair[0] != pair[1]
+    ]
 
 
 def _by_seed(row: Row | None, key: str) -> dict[int, float]:

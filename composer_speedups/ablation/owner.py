@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["is_dead", "this_process"]
+__all__ = ["is_dead", "lives_here", "this_process"]
 
 
 def this_process() -> str:
@@ -28,6 +28,11 @@ def is_dead(owner: str) -> bool:
     except PermissionError:
         return False
     return False
+
+
+def lives_here(owner: str) -> bool:
+    """True if `owner` is a process of this machine that still runs."""
+    return owner.rsplit(":", 2)[0] == _machine() and not is_dead(owner)
 
 
 def _machine() -> str:

@@ -40,7 +40,7 @@ _CAPTIONS = {
 
 
 # What else these pictures have, in some studies.
-_INTERVALS = f" Lines are {CONFIDENCE * 100:.0f} % intervals over the seeds."
+_INTERVALS = f" Lines are {CONFIDENCE * 100:.0f} % intervals over the seeds; one that ends in an arrow goes on."
 _DIAMONDS = " Diamonds are the source's figures on its own hardware."
 _STAIRS = " The dashed line joins the recipes that no other one beats in both."
 

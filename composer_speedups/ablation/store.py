@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.ablation.database import SEAL, Database, StoreError, dump, run_digest
-from composer_speedups.ablation.owner import is_dead, this_process
+from composer_speedups.ablation.owner import is_dead, lives_here, this_process
 from composer_speedups.ablation.plan import PlannedRun
 from composer_speedups.tasks.inputs import Mark
 
@@ -205,6 +205,11 @@ class Store:
                 (self.owner, now + LEASE_SECONDS, attempts + 1, environment, now, number),
             )
             return Run(number, recipe, seed, position, "running", "", attempts + 1, now, None, environment)
+
+    def shared(self) -> bool:
+        """Whether another process of this machine is at a run of this study."""
+        rows = self._db.execute("SELECT owner FROM runs WHERE status = 'running' AND owner != ?", (self.owner,))
+        return any(lives_here(owner) for (owner,) in rows.fetchall())
 
     def renew(self, run: Run) -> bool:
         """Keep a claim; False if it was lost to another process."""

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Work", "check_stored_ranks"]
 
+_TWO = (
+    "Another process of this machine makes runs of this study, too. They share the work, slow each other, and are "
+    "marked (†): for speeds to compare, stop one of the two commands."
+)
+
 
 class Work:
     """One process's part in a study."""
@@ -134,10 +139,14 @@ class Work:
 
     def work(self) -> None:
         """Take runs until none is left; write the outputs after each."""
+        told = False
         with Display(self.console, self.short) as display:
             while not self._too_late():
                 self.afterwards.ask(display)
                 run = self.store.claim(self.environment, self.seeds)
+                if run is not None and not told and self.store.shared():
+                    told = True
+                    self.console.print(_TWO, style="yellow", soft_wrap=True)
                 if run is None:
                     if not self.left():
                         return

@@ -13,9 +13,10 @@ Totals are filled up to a multiple of 64 with padding that nobody reads: oneDNN 
 gradients equal the padded model's to rounding. Padding gets zeros for hidden states and logits, and no gradient.
 Attention dropout drops with a multiple of 1/65536 on the CPU; masks differ from the padded model's, as with any kernel.
 Losses that read padding are others, as there are no numbers for it here: question answering takes its softmax over
-padding, too, in transformers (answers are the same); labels at padding are to be -100, as collators make them, and not
-0 or the ids; and ColBERT's scores read tokens that the mask leaves out (a model that says so is left alone). There are
-no second derivatives (gradient penalties). Hooks on the attention's dropout hear nothing, as under SDPA.
+padding, too, in transformers (answers are the same where padding is masked, as in pipelines); labels at padding are to
+be -100, as collators make them, and not 0 or the ids; and ColBERT's scores read tokens that the mask leaves out (a
+model that says so is left alone). There are no second derivatives (gradient penalties). Hooks on the attention's
+dropout hear nothing, as under SDPA.
 
 **When it pays.** The more padding, the more: about in proportion to it. On the CPU it pays without padding, too:
 PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches` takes the same padding away less

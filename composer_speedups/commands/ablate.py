@@ -87,6 +87,8 @@ def ablate(
 
     console = make_console()
     name, recipes, default = load_rows(what)
+    if out is not None and sum("=" not in word for word in what) > 1:
+        name = out.resolve().name  # recipes have no name in common
     chosen = default
     if plan is not None or equal_batch:
         recipes, chosen = plan_rows(plan, recipes, baseline, default, overrides_in(what))

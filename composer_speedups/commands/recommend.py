@@ -153,7 +153,7 @@ def _show(found: Recommendation, console: Console) -> None:
     if found.path is not None:
         path = shlex.quote(str(found.path))
         several = f" --ranks {found.ranks}" if found.ranks > 1 else ""
-        say(f"\nThe whole recipe: {train_words(found.ranks)} {path}")
+        say(f"\nThe whole recipe: {train_words(found.ranks)} {path} --save my_model")
         say(f"Its numbers against float64, here: composer-speedups verify {path}{several}")
     if found.findings is not None and found.folder is not None:
         say(f"Report: {found.folder / 'report.html'}")

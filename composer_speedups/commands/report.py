@@ -79,6 +79,7 @@ def _opened(folder: Path, write: bool = False) -> Iterator[Store]:
 
 def _compare(one: Path, other: Path, console: Console) -> None:
     from composer_speedups.ablation.compare import caption, compare, comparison_table, differences
+    from composer_speedups.ablation.names import short_names
     from composer_speedups.ablation.output import findings
 
     found = []
@@ -94,5 +95,10 @@ def _compare(one: Path, other: Path, console: Console) -> None:
     for line in changed:
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     console.print()
-    console.print(comparison_table(compare(*found), names, console.width))
+    rows = compare(*found)
+    console.print(comparison_table(rows, names, console.width))
+    for row, name in zip(rows, short_names([row["recipe"] for row in rows]), strict=True):
+        if row["differs"]:
+            text = f"{name} differs: {', '.join(row['differs'])}"
+            console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(caption(), style="dim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
 __all__ = ["train"]
+
+_CLASSES = 10  # that are listed
 
 
 def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, checkpoint_interval: str) -> int:
@@ -61,6 +64,8 @@ def train(recipe: Recipe, *, seed: int | None, save: Path | None, resume: bool, 
                 console.print("Go on with the same command and --resume.")
         elif result.status == "interrupted":
             console.print("Nothing was kept: use --save DIR for checkpoints.")
+        elif recipe.task.name != "dummy":
+            console.print("The model was not kept: --save DIR keeps it.")
     return 130 if result.status == "interrupted" else int(result.gave_up)
 
 
@@ -146,6 +151,17 @@ def _facts(progress: results.Progress) -> str:
     return "  ".join(facts)
 
 
+def _classes(shares: Mapping[str, float]) -> str:
+    """What the data's labels were taken for: a stray "nan" or half a star shows.
+
+    >>> _classes({"neg": 0.25, "pos": 0.75})
+    '2: neg (25 %), pos (75 %)'
+    """
+    shown = [f"{name} ({share:.0%})".replace("%", " %") for name, share in list(shares.items())[:_CLASSES]]
+    more = f" and {len(shares) - _CLASSES} more" if len(shares) > _CLASSES else ""
+    return f"{len(shares)}: {', '.join(shown)}{more}"
+
+
 def _summary(result: results.RunResult) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
 
@@ -166,6 +182,8 @@ def _summary(result: results.RunResult) -> Table:
     row("peak memory", result.peak_memory_bytes, "{:,.0f} MiB", 1 / 2**20)
     for key, evidence in result.evidence.items():
         table.add_row(key, ", ".join(f"{name}={value}" for name, value in evidence.items()))
+    if result.classes:
+        table.add_row("classes", _classes(result.classes))
     if result.pretrained is False:
         table.add_row("note", "the weights began at random: no pretrained ones were asked for or to be had")
     for note in [*result.data_notes, result.reason]:

@@ -67,6 +67,7 @@ class RunResult:
     kernels: list[str] = field(default_factory=list)
     train_samples: int | None = None  # that there were
     data_notes: list[str] = field(default_factory=list)  # rows dropped, or left out
+    classes: dict[str, float] = field(default_factory=dict)  # by name: its share of the texts that were trained on
     pretrained: bool | None = None
     warnings: list[str] = field(default_factory=list)
     overlapped: bool = False  # another run was measured on this machine at the same time

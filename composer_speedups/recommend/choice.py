@@ -13,14 +13,20 @@ from composer_speedups.ablation.rows import speed_key
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["PLAIN", "Answer", "Screened", "answer", "final_rows", "screen", "screening_rows"]
+__all__ = ["DISTURBED", "PLAIN", "Answer", "Screened", "answer", "final_rows", "screen", "screening_rows"]
 
 PLAIN = "plain"
 _GAIN = 1.03  # what a screening's one run must show to be studied; it judges nothing: that takes repeated runs
 _TIED = 0.95  # of the fastest: rivals above it are as fast, as far as one run can tell on a quiet machine
 _LEAST_TIED = 0.85  # whatever the noise: rivals further apart are both worth knowing the faster of
 _AGAIN = "_again"  # ends the names of further runs of what the candidates are on top of
+_MUCH_PADDING = 0.2  # of the tokens
 _MANY = 3  # so many and more get one name together
+
+DISTURBED = (
+    "No recommendation: other work on this machine ran beside some of these runs (†) and may have hidden a gain. Give "
+    "it the machine to itself, and another --out."
+)
 
 SpeedUps = dict[str, dict[str, Any]]
 Candidate = Mapping[str, Any]
@@ -250,7 +256,9 @@ def _short(one: Candidate) -> str:
     return str(one["arguments"]["dtype"]) if one["key"] == "mixed_precision" else str(one["name"])
 
 
-def answer(rows: Sequence[Row], confidence: float, samples: int | None = None, compare: str = "") -> Answer:
+def answer(
+    rows: Sequence[Row], confidence: float, samples: int | None = None, compare: str = "", filled: bool = False
+) -> Answer:
     """The fastest row of those that were shown to be faster than the plain recipe, and not to lose quality.
 
     Whether quality holds is mostly open in runs this short, and what decides it is rather their scatter than the
@@ -262,6 +270,7 @@ def answer(rows: Sequence[Row], confidence: float, samples: int | None = None, c
         confidence: of its intervals.
         samples: that the recipe's own training sees: what compiles must have paid for itself by then. None: unknown.
         compare: the command that compares the quality of whole trainings.
+        filled: whether the plain recipe fills its batches up to the longest length that is allowed.
     """
     base = next(row for row in rows if row["baseline"])
     others = [row for row in rows if not row["baseline"]]
@@ -298,16 +307,7 @@ def answer(rows: Sequence[Row], confidence: float, samples: int | None = None, c
             note = f"; {row['speed_note']}" if row["speed_note"] else ""
             rejected[row["recipe"]] = f"{row['speed_verdict']}: {row['speedup']:.2f}x{span}{note}"
     if best is None:
-        if not base["seeds"]:
-            why = f"the plain recipe did not run. {base['reason']}".strip()
-            if not base["failed"]:
-                why = "the time was over before anything had been measured. Give more --minutes"
-            return Answer(None, f"No recommendation: {why}", rejected)
-        if others and all(row["speed_verdict"] == "not judged" for row in others):
-            text = "No recommendation: the time was not enough to measure each recipe three times. Give more --minutes."
-        else:
-            text = "No speed-up was shown to help here: use the plain recipe."
-        return Answer(None, text, rejected)
+        return Answer(None, _no_answer(base, others), rejected)
     low, high = best["speedup_interval"]
     # The largest of several medians owes some of it to luck.
     lucky = f"; the largest of {len(good)} gains, so likely somewhat high" if best is fastest and len(good) > 1 else ""
@@ -318,11 +318,37 @@ def answer(rows: Sequence[Row], confidence: float, samples: int | None = None, c
         f"Expected gain: {best['speedup']:.2f} times the plain recipe's speed ({confidence * 100:.0f} % interval "
         f"{low:.2f} to {high:.2f}, {len(best['seeds'])} seeds{lucky}){memory}. {_quality(best, compare)}"
     )
+    text += _padding(base, filled)
     if best["compile_seconds"]:
         after = best["break_even_samples"]
         paid = f"paid for after {after:,} samples" if after else "not paid for"
         text += f" Compiling took {best['compile_seconds']:.0f} s, {paid}."
     return Answer(best, text, rejected)
+
+
+def _no_answer(base: Row, others: Sequence[Row]) -> str:
+    """Why no row is recommended."""
+    if not base["seeds"]:
+        why = f"the plain recipe did not run. {base['reason']}".strip()
+        if not base["failed"]:
+            why = "the time was over before anything had been measured. Give more --minutes"
+        return f"No recommendation: {why}"
+    if any(row["overlapped"] for row in (base, *others)):
+        return DISTURBED
+    if others and all(row["speed_verdict"] == "not judged" for row in others):
+        return "No recommendation: the time was not enough to measure each recipe three times. Give more --minutes."
+    return "No speed-up was shown to help here: use the plain recipe."
+
+
+def _padding(base: Row, filled: bool) -> str:
+    """What of the gain a setting of the plain recipe would bring, too; empty where that is little."""
+    share = base["padding_share"] or 0.0
+    if not filled or share < _MUCH_PADDING:
+        return ""
+    return (
+        f" {share:.0%} of the plain recipe's tokens are padding, as its task.padding is max_length: "
+        "task.padding=longest alone would bring a part of this."
+    )
 
 
 def _open_quality(row: Row) -> str:

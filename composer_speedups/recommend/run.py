@@ -23,7 +23,16 @@ from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.isolation.look import look
 from composer_speedups.recipes.schema import in_samples
 from composer_speedups.recommend.budget import LEAST, Budget
-from composer_speedups.recommend.choice import PLAIN, Answer, answer, final_rows, made, screen, screening_rows
+from composer_speedups.recommend.choice import (
+    DISTURBED,
+    PLAIN,
+    Answer,
+    answer,
+    final_rows,
+    made,
+    screen,
+    screening_rows,
+)
 from composer_speedups.recommend.stored import check_machine, plain_failed, planned_seeds, stored_rows
 from composer_speedups.recommend.written import RECOMMENDED, write_plain, write_recommended
 from composer_speedups.tuning.written import check_writable
@@ -123,6 +132,7 @@ class _Work:
         self.order: list[str] = []
         self.dataset = 0  # samples of an epoch
         self.told = False  # whether the screening told anything
+        self.disturbed = False  # and whether other work ran beside it
 
     def go(self, candidates: str, minutes: float) -> Recommendation:
         say = self.console.print
@@ -227,6 +237,7 @@ class _Work:
         screened = screen(found.rows, facts["candidates"], ground)
         base = next(recipe for recipe in rows if recipe.name == PLAIN)
         self.told = screened.told
+        self.disturbed = any(row["overlapped"] for row in found.rows)
         chosen, more = final_rows(base, screened)
         unfinished = {name: f"{why}. {remedy}" for name, why in screened.unfinished.items()}
         return chosen, screened.rejected | unfinished | more
@@ -236,6 +247,8 @@ class _Work:
     def _study(self, rows: list[Recipe], rejected: dict[str, str], folder: Path) -> Recommendation:
         if len(rows) == 1:
             text = "No speed-up helped in the screening (one run of each, not judged): use the plain recipe."
+            if self.disturbed:
+                text = DISTURBED
             if not self.told:
                 text = "No recommendation: no speed-up could be looked at; the reasons are above."
             return self._finished(Answer(None, text, {}), rejected, None, folder)
@@ -260,7 +273,8 @@ class _Work:
             raise KeyboardInterrupt
         # Only now: a duration in batches is more samples or fewer with the batch that was measured.
         samples = in_samples(self.base.duration, self.dataset, self.base.batch_size)
-        found = answer(result.findings.rows, CONFIDENCE, samples, self._compare())
+        filled = self.base.task.padding == "max_length"
+        found = answer(result.findings.rows, CONFIDENCE, samples, self._compare(), filled)
         return self._finished(found, rejected, result.findings, folder)
 
     def _compare(self) -> str:

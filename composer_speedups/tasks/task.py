@@ -71,6 +71,14 @@ class Task:
     def pretrained(self) -> bool:
         return self.source.pretrained
 
+    @property
+    def classes(self) -> dict[str, float]:
+        """Each class's share of the training texts; empty for MLM."""
+        if self.objective != "classification":
+            return {}
+        counts = np.bincount(self.train.labels, minlength=len(self.label_names)) / max(1, len(self.train))
+        return dict(zip(self.label_names, counts.tolist(), strict=True))
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's masks, before its first batch is drawn; for classification it does nothing."""
         if isinstance(self.collate_train, MaskCollator):

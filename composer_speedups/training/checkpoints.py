@@ -32,6 +32,7 @@ from composer_speedups.batches.resumed import warn_of_other_batches
 from composer_speedups.checkpoint_files import Damaged, Unsafe, read_file
 from composer_speedups.errors import CheckpointError, UserError, first_line
 from composer_speedups.files import open_locked
+from composer_speedups.recipes.schema import dotted
 from composer_speedups.tasks.inputs import data_of, marks
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Checkpoints:
                     f"the checkpoint {path} was written by Composer {theirs}, which is newer than this "
                     f"{composer.__version__}: upgrade it, or start anew with another --save"
                 )
-        there, here = _flat(written.get("recipe", {})), _flat(self.facts)
+        there, here = dotted(written.get("recipe", {})), dotted(self.facts)
         changed = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
         if there and changed:
             key = changed[0]
@@ -349,12 +350,6 @@ def _on_rank_zero(work: Callable[[], T]) -> T:
 def all_finite(model: torch.nn.Module) -> bool:
     """Whether no weight is NaN or infinite."""
     return all(bool(torch.isfinite(p).all()) for p in model.parameters())
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or (path and not value):
-        return {path: value}
-    return {k: v for key, child in value.items() for k, v in _flat(child, f"{path}.{key}" if path else key).items()}
 
 
 def free_name(path: Path) -> Path:

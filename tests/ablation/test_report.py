@@ -17,7 +17,7 @@ import fakes
 import pytest
 from rich.console import Console
 
-from composer_speedups.ablation.charts import charts, shares
+from composer_speedups.ablation.charts import _bars, charts, shares
 from composer_speedups.ablation.compare import compare, comparison_table, differences
 from composer_speedups.ablation.output import Findings, replace, write_all
 from composer_speedups.ablation.plan import interleave
@@ -338,13 +338,28 @@ def test_latex_is_escaped(study: tuple[Path, Findings]):
     assert len({len(re.findall(r"(?<!\\)&", line)) for line in lines}) == 1, "as many cells as heads"
 
 
+@pytest.mark.parametrize(("interval", "arrows"), [([4.0, 7.0], 0), ([1.1, 60.0], 1), (None, 0)])
+def test_an_interval_that_the_picture_cuts_ends_in_an_arrow(study: tuple[Path, Findings], interval, arrows: int):
+    base, other = (dict(row) for row in study[1].rows[:2])
+    other |= {"speedup": 6.0, "speedup_interval": interval}
+    drawing = _bars([base, other], {row["recipe"]: row["recipe"] for row in (base, other)})
+    assert drawing is not None
+    bent = [shape["points"] for kind, shape in drawing._shapes if kind == "line" and len(shape["points"]) == 3]
+    assert len(bent) == arrows
+    assert all(tip > back and back == other for (back, _), (tip, _), (other, _) in bent), "to the right, where it goes"
+
+
 def test_two_studies_row_by_row(study: tuple[Path, Findings], tmp_path: Path):
     other = make(tmp_path / "other", speed=1.25)
     rows = {row["recipe"]: row for row in compare(study[1], other)}
     assert rows["set/base"]["ratio"] == pytest.approx(1.25) and rows["set/base"]["verdict"] == "faster"
     assert rows["set/none"]["verdict"] == "not measured in the first and the second"
-    assert all(row["same_recipe"] for row in rows.values())
+    assert not any(row["differs"] for row in rows.values())
     assert differences(study[1], other) == []
+    recipes = {name: recipe | {"duration": "9ep", "description": "other"} for name, recipe in other.recipes.items()}
+    recipes["set/base"] |= {"speedups": {"unpadding": {}}}
+    again = compare(study[1], Findings(**(vars(other) | {"recipes": recipes})))
+    assert again[0]["differs"] == ["duration 4ba / 9ep", "speedups.unpadding absent / {}"]
     changed = Findings(**(vars(other) | {"environment": other.environment | {"python": "4"}}))
     assert differences(study[1], changed) == ["python: 3 / 4"]
 

@@ -348,6 +348,7 @@ def test_two_at_once_share_the_work(tmp_path: Path):
     assert [process.returncode for process in both] == [0, 0], outputs
     assert diary(tmp_path / "diary") == sorted(f"{r.name}-{s}" for r in recipes for s in (1, 2, 3)), "once each"
     assert all(" ok " in output for output in outputs), "both have worked"
+    assert any("Another process of this machine makes runs of this study" in output for output in outputs)
     assert all(len(row["seeds"]) == 3 for row in rows(tmp_path / "out").values())
 
 

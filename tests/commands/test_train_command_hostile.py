@@ -46,6 +46,21 @@ def test_what_begins_at_random_weights_is_said_before_it_takes_its_time() -> Non
     assert _plan(load_recipe("cpu/fastest", own, check_arguments=False)).startswith("./encoder on docstrings")
 
 
+def test_what_labels_were_taken_for_and_that_nothing_is_kept_is_told(tmp_path, capsys) -> None:
+    """pandas has written a missing label as "nan", and someone gave half a star."""
+    table = tmp_path / "a.csv"
+    rows = [f"a text of {n} words and more,{('1', '2', 'nan', '4.5')[n % 4]}" for n in range(80)]
+    table.write_text("\n".join(["text,label", *rows]))
+    task = [f"task={{name: text, path: {table}, max_length: 16, vocabulary: 300}}", *SHORT[1:]]
+    code, out, said = cli(capsys, *task)
+    assert code == 0 and re.search(
+        r"classes +4: 1 \(\d\d %\), 2 \(\d\d %\), 4\.5 \(\d\d %\),? +nan", " ".join(out.split())
+    )
+    assert "The model was not kept: --save DIR keeps it." in said
+    for others in ([*task, "--save", str(tmp_path / "kept")], SHORT):  # of random tokens nobody wants it
+        assert "not kept" not in " ".join(cli(capsys, *others)[2])
+
+
 def test_what_has_no_effect_is_told_in_one_line_without_ours() -> None:
     words = ["-m", "composer_speedups", "train", "demo/fp32", *SHORT, "speedups.masked_token_head={}"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)

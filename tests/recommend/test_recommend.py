@@ -326,6 +326,7 @@ def test_nothing_helped_is_an_answer_too():
         "baseline": True,
         "recipe": "plain",
         "speed_verdict": "baseline",
+        "overlapped": [],
     }
     other = empty | {"baseline": False, "recipe": "x", "speed_verdict": "no difference shown", "speedup": 1.01}
     other |= {"speedup_interval": [0.9, 1.1], "speed_note": "", "quality_note": "", "reason": ""}
@@ -334,6 +335,26 @@ def test_nothing_helped_is_an_answer_too():
     assert found.rejected == {"x": "no difference shown: 1.01x (99 % interval 0.90 to 1.10)"}
     found = answer([empty, other | {"speedup": None, "speed_verdict": "not judged", "speedup_interval": None}], 0.99)
     assert found.row is None and found.rejected == {"x": "not judged: no speed was measured"}
+
+
+@pytest.mark.parametrize("whose", [0, 1], ids=["plain's", "the other's"])
+@pytest.mark.parametrize("verdict", ["no difference shown", "not judged"])
+def test_what_other_work_may_have_hidden_is_no_answer(verdict: str, whose: int):
+    """To be told to use the plain recipe would be taken for a finding."""
+    rows = rows_of({"recipe": "x", "speedup": 6.7, "speed_verdict": verdict} | OPEN)
+    assert "may have hidden" not in answer(rows, 0.99).sentence
+    rows[whose]["overlapped"] = [2]
+    found = answer(rows, 0.99)
+    assert found.row is None and found.sentence.startswith("No recommendation: other work on this machine")
+    rows[1] |= {"speed_verdict": "faster"} | HOLDS
+    assert answer(rows, 0.99).row is rows[1], "a gain that is judged in spite of it"
+
+
+@pytest.mark.parametrize(("share", "filled", "told"), [(0.93, True, True), (0.93, False, False), (0.1, True, False)])
+def test_how_much_of_the_gain_may_be_padding_is_told(share: float, filled: bool, told: bool):
+    rows = rows_of({"recipe": "x", "speedup": 6.7} | HOLDS)
+    rows[0]["padding_share"] = share
+    assert ("93% of the plain recipe's tokens are padding" in answer(rows, 0.99, filled=filled).sentence) == told
 
 
 @pytest.mark.parametrize(("failed", "says"), [([], "Give more --minutes"), ([1], "did not run. out of memory")])
@@ -347,7 +368,7 @@ def test_nothing_measured_is_told_from_nothing_that_ran(failed: list[int], says:
 def rows_of(*others: dict) -> list[dict]:
     """Rows of a study: plain, and faster ones with what is given of each."""
     shared = {"seeds": [1, 2, 3], "reason": "", "speed_note": "", "quality_note": "", "peak_memory_bytes": None}
-    shared |= {"compile_seconds": 0.0, "steps": 9, "failed": []}
+    shared |= {"compile_seconds": 0.0, "steps": 9, "failed": [], "overlapped": [], "padding_share": None}
     base = shared | {"recipe": "plain", "baseline": True, "speed_verdict": "baseline", "stable": True}
     faster = {"baseline": False, "speed_verdict": "faster"}
     return [base, *(shared | faster | {"speedup_interval": [o["speedup"] - 1, o["speedup"] + 1]} | o for o in others)]
