@@ -142,7 +142,7 @@ class _Raw:
             self.key["columns"] = [spec.text_column, spec.label_column, spec.split_column, *pair]
             self._on_hub = hub_texts.load(spec) if spec.name == "hub" else None
             if self._on_hub is not None:
-                self.key["splits"] = [spec.train_split, spec.eval_split]
+                self.key["hub"] = [spec.path, spec.subset, spec.revision, spec.train_split, spec.eval_split]
                 self.key["files"] = hub_texts.fingerprint(self._on_hub)
             else:
                 paths = {"task.path": spec.path, "task.eval_path": spec.eval_path}

@@ -95,8 +95,9 @@ def test_the_second_time_nothing_is_read_and_other_content_is(folder: Path, monk
     ]
     build_task(spec(folder, text_column="sentence2"), model, seed=0)
     assert len(reads) == 2
-    rows(90).to_parquet(folder / "data" / "train-00000-of-00001.parquet")
-    assert len(build_task(spec(folder), model, seed=0).train) == 90
+    rows(60, 500).to_parquet(folder / "data" / "train-00000-of-00001.parquet")
+    other = build_task(spec(folder), model, seed=0)
+    assert "number 5" in other.tokenizer.decode(other.train[0]["input_ids"]), "as many rows, and other texts"
 
 
 def test_without_a_split_for_it_a_tenth_is_kept_to_evaluate_on(folder: Path) -> None:
