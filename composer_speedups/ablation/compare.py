@@ -9,7 +9,7 @@ from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, compare_speed
-from composer_speedups.recipes.schema import DESCRIPTIVE, dotted
+from composer_speedups.recipes.schema import DESCRIPTIVE, flattened
 from composer_speedups.recipes.yaml import inline
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def caption() -> str:
 
 def _differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """In which settings two recipes of one name differ, in words."""
-    a, b = (dotted({key: value for key, value in x.items() if key not in DESCRIPTIVE}) for x in (one, other))
+    a, b = (flattened({key: value for key, value in x.items() if key not in DESCRIPTIVE}) for x in (one, other))
     absent = object()
     pairs = [(key, a.get(key, absent), b.get(key, absent)) for key in sorted({*a, *b})]
     return [

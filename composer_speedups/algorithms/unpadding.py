@@ -79,6 +79,7 @@ from composer_speedups.families import (
     unwrapped,
 )
 from composer_speedups.kernels.attention_trial import Trials
+from composer_speedups.kernels.tensors import compute_dtype
 from composer_speedups.packed.albert import pack_albert
 from composer_speedups.packed.bert import pack_bert
 from composer_speedups.packed.deberta import pack_deberta
@@ -208,9 +209,7 @@ def _kernel(state: State) -> str:
     for module in state.model.modules():
         if isinstance(module, PackedAttention):
             weight = next(module.projections()[0].parameters())
-            device = weight.device.type
-            around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-            dtype = low_precision_of(state) or around
+            dtype = low_precision_of(state) or compute_dtype(weight)
             return module.kernel(torch.empty(1, 1, module.attention_head_size, device=weight.device, dtype=dtype))
     return "none"
 

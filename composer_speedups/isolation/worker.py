@@ -66,8 +66,8 @@ def main(descriptor: int, preload: list[str]) -> None:
         with _left_to_runs("bitsandbytes"), importing():
             for name in preload:
                 importlib.import_module(name)
-        if composer := sys.modules.get("composer.utils.collect_env"):
-            composer.get_cpu_model()  # each Trainer asks, by a process that takes a second; runs inherit the answer
+        if environment := sys.modules.get("composer.utils.collect_env"):
+            environment.get_cpu_model()  # each Trainer asks, by a process that takes a second; runs inherit the answer
     except BaseException:
         _send(connection, {"error": traceback.format_exc()[-MESSAGE_LIMIT // 8 :]})
         return

@@ -24,7 +24,7 @@ __all__ = [
     "ScheduleSpec",
     "SuiteFields",
     "count_and_unit",
-    "dotted",
+    "flattened",
     "explain",
     "in_samples",
     "nearest",
@@ -279,15 +279,15 @@ def in_samples(time: str, dataset: int, batch: int) -> int:
     return count * {"ep": dataset, "ba": batch, "sp": 1}[unit]
 
 
-def dotted(value: Any, path: str = "") -> dict[str, Any]:
+def flattened(value: Any, path: str = "") -> dict[str, Any]:
     """A recipe's values by their dotted keys.
 
-    >>> dotted({"batch_size": 8, "task": {"name": "dummy"}, "speedups": {"unpadding": {}}})
+    >>> flattened({"batch_size": 8, "task": {"name": "dummy"}, "speedups": {"unpadding": {}}})
     {'batch_size': 8, 'task.name': 'dummy', 'speedups.unpadding': {}}
     """
     if not isinstance(value, dict) or (path and not value):
         return {path: value}
-    return {k: v for key, child in value.items() for k, v in dotted(child, f"{path}.{key}" if path else key).items()}
+    return {k: v for key, child in value.items() for k, v in flattened(child, f"{path}.{key}" if path else key).items()}
 
 
 def count_and_unit(time: str) -> tuple[int, str]:

@@ -7,10 +7,10 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from composer_speedups.errors import TaskError
-from composer_speedups.tasks.records import TABLES, as_text, records, text_of, unreadable
+from composer_speedups.tasks.records import LINES, TABLES, as_text, records, text_of, unreadable
 from composer_speedups.tasks.splitting import Part, Row, part_of, split
 from composer_speedups.tasks.texts import Texts
 
@@ -18,17 +18,7 @@ __all__ = ["about_rows", "fingerprint", "read", "sources"]
 
 _BEGINNING = 2**20
 
-
-class _Columns(NamedTuple):
-    """Their names; None where there is none, or it does not matter."""
-
-    text: str
-    pair: str | None
-    label: str | None
-    split: str | None
-
-
-_KEYS = {"text": "text_column", "pair": "text_pair_column", "label": "label_column", "split": "split_column"}
+Columns = dict[str, str]  # their names, by the key of the task that says them
 
 
 def fingerprint(path: str, key: str = "task.path") -> list[list[str | int]]:
@@ -68,7 +58,7 @@ def about_rows(path: str) -> int | None:
     try:
         for file in [root] if root.is_file() else sources(root):
             kind, size = file.suffix.lower(), file.stat().st_size
-            if kind in (".csv", ".tsv", ".jsonl", ".ndjson"):
+            if kind in LINES:
                 with file.open("rb") as stream:
                     head = stream.read(_BEGINNING)
                 total += head.count(b"\n") * size / max(1, len(head))
@@ -104,7 +94,9 @@ def read(
     else a tenth of the texts (`splitting.split`).
     `label_column` None leaves labels out (MLM). `label_names` renames labels.
     """
-    columns = _Columns(text_column, text_pair_column, label_column, split_column)
+    asked = {"text_column": text_column, "text_pair_column": text_pair_column}
+    asked |= {"label_column": label_column, "split_column": split_column}
+    columns = {key: name for key, name in asked.items() if name is not None}
     rows = list(_rows(_existing(path), columns))
     if eval_path is not None:
         rows = _with_apart(rows, path, eval_path, columns)
@@ -114,13 +106,14 @@ def read(
     )  # fmt: skip
 
 
-def _with_apart(rows: Iterable[Row], path: str, eval_path: str, columns: _Columns) -> list[Row]:
+def _with_apart(rows: Iterable[Row], path: str, eval_path: str, columns: Columns) -> list[Row]:
     """`rows` without those to evaluate on, and those of `eval_path` instead."""
     apart = _existing(eval_path, "task.eval_path")
     if apart.samefile(_existing(path)):
         raise TaskError(f"task.eval_path {eval_path!r} is task.path: leave it out, and a part is kept to evaluate on")
     own = [row._replace(part="train") for row in rows if row.part != "evaluation"]
-    return own + [row._replace(part="evaluation") for row in _rows(apart, columns._replace(split=None))]
+    columns = {key: name for key, name in columns.items() if key != "split_column"}
+    return own + [row._replace(part="evaluation") for row in _rows(apart, columns)]
 
 
 def _existing(path: str, key: str = "task.path") -> Path:
@@ -136,7 +129,7 @@ def _existing(path: str, key: str = "task.path") -> Path:
     return found
 
 
-def _rows(path: Path, columns: _Columns) -> Iterator[Row]:
+def _rows(path: Path, columns: Columns) -> Iterator[Row]:
     if path.is_file():
         yield from _table(path, columns, None)
         return
@@ -154,10 +147,10 @@ def _rows(path: Path, columns: _Columns) -> Iterator[Row]:
             part = _part(file.relative_to(path).parts)
             if part != "unlabelled":
                 yield from _table(file, columns, part)
-            elif columns.label is None:
+            elif "label_column" not in columns:
                 yield from _table(file, columns, None)
         return
-    if columns.pair is not None:
+    if "text_pair_column" in columns:
         raise TaskError(
             f"folder {str(path)!r} holds .txt files, each of one text: pairs (task.text_pair_column) are read from "
             f"{', '.join(TABLES)} files"
@@ -165,7 +158,7 @@ def _rows(path: Path, columns: _Columns) -> Iterator[Row]:
     for file in found:
         folders = file.relative_to(path).parts[:-1]
         part = _part(folders)
-        if part == "unlabelled" and columns.label is not None:
+        if part == "unlabelled" and "label_column" in columns:
             continue
         name = folders[-1]
         if part_of(name) is not None:  # a file about the split itself, such as aclImdb's url lists
@@ -181,19 +174,14 @@ def _part(names: tuple[str, ...]) -> Part | Literal["unlabelled"] | None:
     return next((part for word in words if (part := part_of(word)) is not None), None)
 
 
-def _table(file: Path, columns: _Columns, part: Part | None) -> Iterator[Row]:
-    def cell(row: dict, number: int, which: str) -> str:
-        column = getattr(columns, which)
-        return as_text(row[column], file, number, _KEYS[which], column)
-
-    for number, row in records(file, list(dict.fromkeys(name for name in columns if name is not None))):
-        if columns.split is not None:
-            part = part_of(cell(row, number, "split"))
+def _table(file: Path, columns: Columns, part: Part | None) -> Iterator[Row]:
+    for number, row in records(file, list(dict.fromkeys(columns.values()))):
+        cells = {key: as_text(row[name], file, number, key, name) for key, name in columns.items()}
+        if "split_column" in cells:
+            part = part_of(cells["split_column"])
             if part is None:
+                name = columns["split_column"]
                 raise TaskError(
-                    f"{str(file)!r}: column {columns.split!r} says {row[columns.split]!r}; it must say train, or "
-                    "test, eval, validation"
+                    f"{str(file)!r}: column {name!r} says {row[name]!r}; it must say train, or test, eval, validation"
                 )
-        label = cell(row, number, "label") if columns.label is not None else None
-        pair = cell(row, number, "pair") if columns.pair is not None else None
-        yield Row(cell(row, number, "text"), label, part, pair)
+        yield Row.of(cells, part)

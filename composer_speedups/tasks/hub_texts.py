@@ -121,4 +121,4 @@ def _rows(
                 if (known := classes[key]) is not None:  # -1 stands for a class that is kept secret
                     value = known[value] if value is not None and value >= 0 else None
                 cells[key] = as_text(value, place, number, key, column)
-            yield Row(cells["text_column"], cells.get("label_column"), part, cells.get("text_pair_column"))
+            yield Row.of(cells, part)

@@ -12,9 +12,10 @@ from typing import Any
 
 from composer_speedups.errors import TaskError, first_line
 
-__all__ = ["TABLES", "as_class", "as_text", "records", "text_of", "unreadable"]
+__all__ = ["LINES", "TABLES", "as_class", "as_text", "records", "text_of", "unreadable"]
 
-TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+LINES = (".csv", ".tsv", ".jsonl", ".ndjson")
+TABLES = (*LINES, ".parquet")
 _WHOLE = re.compile(r"(-?\d+)\.0+")
 
 
@@ -82,8 +83,7 @@ def as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
         return as_class(value) if key == "label_column" and file.suffix.lower() in (".csv", ".tsv") else value
     if value is None or value != value:  # NaN is how pandas writes what is missing
         return ""
-    lines = file.suffix.lower() in (".csv", ".tsv", ".jsonl", ".ndjson")
-    place = f"{str(file)!r} {'line' if lines else 'row'} {number}: column {column!r}"
+    place = f"{str(file)!r} {'line' if file.suffix.lower() in LINES else 'row'} {number}: column {column!r}"
     if isinstance(value, bytes):
         try:
             return value.decode()

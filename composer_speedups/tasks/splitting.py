@@ -33,6 +33,11 @@ class Row(NamedTuple):
     part: Part | None
     pair: str | None = None
 
+    @classmethod
+    def of(cls, cells: Mapping[str, str], part: Part | None) -> Row:
+        """From the cells of a table's row, by the key of the task that names their column."""
+        return cls(cells["text_column"], cells.get("label_column"), part, cells.get("text_pair_column"))
+
 
 class _Chosen(NamedTuple):
     hash: bytes

@@ -32,7 +32,7 @@ from composer_speedups.batches.resumed import warn_of_other_batches
 from composer_speedups.checkpoint_files import Damaged, Unsafe, read_file
 from composer_speedups.errors import CheckpointError, UserError, first_line
 from composer_speedups.files import open_locked
-from composer_speedups.recipes.schema import dotted
+from composer_speedups.recipes.schema import flattened
 from composer_speedups.tasks.inputs import data_of, marks
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Checkpoints:
                     f"the checkpoint {path} was written by Composer {theirs}, which is newer than this "
                     f"{composer.__version__}: upgrade it, or start anew with another --save"
                 )
-        there, here = dotted(written.get("recipe", {})), dotted(self.facts)
+        there, here = flattened(written.get("recipe", {})), flattened(self.facts)
         changed = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
         if there and changed:
             key = changed[0]
