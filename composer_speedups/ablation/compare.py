@@ -87,7 +87,7 @@ def comparison_table(rows: Sequence[Row], names: tuple[str, str], width: int) ->
         cells = [_value(side, "samples_per_second", ".4g") or _status(side) for side in sides]
         cells.append(f"{ratio} {verdict}".strip())
         cells += [_value(side, "speedup", ".2f", "x") for side in sides]
-        cells += [_value(side, "eval_accuracy", ".3f") for side in sides]
+        cells += [_value(side, "eval_accuracy", ".3f") or _value(side, "eval_r2", ".3f") for side in sides]
         table.add_row(escape(name) + (" (differs)" if row["differs"] else ""), *cells[: len(table.columns) - 1])
     return table
 

@@ -88,6 +88,8 @@ class Display:
             facts.append(f"loss {result['final_loss']:.3f}")
         if result.get("eval_accuracy") is not None:
             facts.append(f"accuracy {result['eval_accuracy']:.3f}")
+        if result.get("eval_r2") is not None:
+            facts.append(f"R² {result['eval_r2']:.3f}")
         mark = _MARKS.get(status, f"[red]{status.replace('_', ' ')}[/]")
         text = f"{self._position()} {escape(self._label(run))} {mark}  {', '.join(facts)}"
         self._run = None

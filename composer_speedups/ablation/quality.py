@@ -16,7 +16,7 @@ from composer_speedups.ablation.statistics import FEWEST, MOST_SEEDS, interval, 
 
 __all__ = ["METRICS", "QUALITY_CONFIDENCE", "Margins", "Quality", "compare_quality", "hardly_learnt"]
 
-METRICS = {"eval_accuracy": "accuracy", "final_loss": "final loss"}  # what quality is judged by, in words
+METRICS = {"eval_accuracy": "accuracy", "eval_r2": "R²", "final_loss": "final loss"}  # judged by these, in words
 QUALITY_CONFIDENCE = 0.95  # of non-inferiority, one-sided
 
 Pair = tuple[Mapping[str, Any], Mapping[str, Any]]  # runs of one seed: the recipe's, and the baseline's
@@ -27,7 +27,8 @@ class Margins:
     """How much worse than the baseline still counts as no loss of quality.
 
     Attributes:
-        accuracy: points of evaluation accuracy, as a fraction: 0.01 is one point of a hundred.
+        accuracy: points of evaluation accuracy, as a fraction: 0.01 is one point of a hundred. The same of R², the
+            share of the labels' variance that a regression explains.
         loss: of the loss, as a share of the baseline's...
         loss_floor: ...but never less than this: a share of a loss near zero is nothing...
         learnt: ...and never more than this share of what the baseline's loss fell by: in a short run 5 % of a loss
@@ -67,8 +68,8 @@ def compare_quality(
     Not judged where the baseline itself has hardly learnt: what stays at the loss of guessing is as good as that.
 
     Args:
-        measured: by seed: `finite`, `final_loss`, `eval_loss`, `eval_accuracy`, `eval_majority`, each of them None if
-            not measured, and `losses`, of each step.
+        measured: by seed: `finite`, `final_loss`, `eval_loss`, `eval_accuracy`, `eval_majority`, `eval_r2`, each of
+            them None if not measured, and `losses`, of each step.
         baseline: likewise.
         margins: what still counts as no loss of quality.
         confidence: one-sided; a study's own is the default.
@@ -135,8 +136,9 @@ def _compared(metric: str, runs: Sequence[Pair], margins: Margins, confidence: f
     if not pairs:
         return _Compared(metric, None, unclear=f"{word} was not measured", needed=FEWEST)
     reference = statistics.median(b for _, b in pairs)
-    margin = margins.accuracy if metric == "eval_accuracy" else margins.of_loss(reference, _fall([b for _, b in asked]))
-    differences = [m - b if metric == "final_loss" else b - m for m, b in pairs]
+    of_loss = metric == "final_loss"
+    margin = margins.of_loss(reference, _fall([b for _, b in asked])) if of_loss else margins.accuracy
+    differences = [m - b if of_loss else b - m for m, b in pairs]
     value = statistics.median(differences)
     if len(pairs) == 1:
         facts = {"value": value, "high": None, "margin": margin}
@@ -162,21 +164,25 @@ def hardly_learnt(runs: Sequence[Mapping[str, Any]], margins: Margins) -> str:
 
     The loss must have fallen from the mean of the first three steps. It also does where nothing is learnt but how
     frequent each class is, so the accuracy must beat that of always answering the most frequent one, too: by the
-    margin, or where that class leaves less room, by half of what it leaves.
+    margin, or where that class leaves less room, by half of what it leaves. Of numbers the mean must be beaten.
     """
-    final, won, beaten = [], [], []
+    final, won, beaten, explained = [], [], [], []
     for run in runs:
         if is_number(run.get("final_loss")):
             final.append(run["final_loss"])
         if is_number(run.get("eval_accuracy")) and is_number(run.get("eval_majority")):
             won.append(run["eval_accuracy"] - run["eval_majority"])
             beaten.append(run["eval_majority"])
+        if is_number(run.get("eval_r2")):
+            explained.append(run["eval_r2"])
     if (fell := _fall(runs)) is not None and fell <= margins.of_loss(statistics.median(final)):
         return f"loss fell by {max(0.0, fell):.3g} only"
     if won:
         majority = statistics.median(beaten)
         if statistics.median(won) <= min(margins.accuracy, (1 - majority) / 2):
             return f"accuracy is hardly more than the {majority:.3g} of always answering the most frequent class"
+    if explained and (r2 := statistics.median(explained)) <= margins.accuracy:
+        return f"R² is {r2:.3g}: hardly more than always answering the mean would have"
     return ""
 
 

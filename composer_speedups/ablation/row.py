@@ -20,6 +20,7 @@ class RowRun(TypedDict):
     wallclock_seconds: float | None  # all of `Trainer.fit`
     final_loss: float | None  # mean over the last tenth of the steps
     eval_accuracy: float | None  # from 0 to 1
+    eval_r2: float | None
     peak_memory_bytes: int | None
 
 
@@ -77,6 +78,7 @@ class Row(TypedDict):
     final_loss: float | None
     eval_loss: float | None
     eval_accuracy: float | None
+    eval_r2: float | None  # of regression, in place of the accuracy: the share of the labels' variance explained
     stable: bool | None  # its losses were finite, and quality was not shown to be lost
     quality_verdict: str  # baseline, quality holds, quality not shown to hold, unstable, or not judged
     quality_note: str

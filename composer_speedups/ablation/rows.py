@@ -29,6 +29,7 @@ _MEDIANS = (
     "final_loss",
     "eval_loss",
     "eval_accuracy",
+    "eval_r2",
     "padding_share",
 )
 # What one run of each recipe is enough for.
@@ -174,6 +175,7 @@ def _row(name: str, recipe: Mapping[str, Any], runs: Sequence[Run], good: Mappin
                 "wallclock_seconds": run.result.get("wallclock_seconds"),
                 "final_loss": run.result.get("final_loss"),
                 "eval_accuracy": run.result.get("eval_accuracy"),
+                "eval_r2": run.result.get("eval_r2"),
                 "peak_memory_bytes": run.result.get("peak_memory_bytes"),
             }
             for run in runs

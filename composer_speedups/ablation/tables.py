@@ -118,6 +118,8 @@ def _flat(row: Row) -> dict[str, Any]:
         "eval_loss": row["eval_loss"],
         "eval_accuracy": row["eval_accuracy"],
         **_bounds(row, "eval_accuracy"),
+        "eval_r2": row.get("eval_r2"),
+        **_bounds(row, "eval_r2"),
         "stable": row["stable"],
         "quality_verdict": row["quality_verdict"],
         "no_effect": " ".join(row["no_effect"]),
@@ -163,6 +165,8 @@ def cell(row: Row, key: str) -> str:
         words += ["computes something else"] if row.get("numerics", {}).get("holds") is False else []
         words += [failures(row)] if row.get("failed") else []
         return ", ".join(words)
+    if key == "eval_accuracy" and value is None and row.get("eval_r2") is not None:
+        return f"R² {_fixed(row['eval_r2'], 3)}"
     if key == "mfu":
         return "" if value is None else f"{value:.1%}"
     if key == "peak_memory_bytes":

@@ -152,7 +152,8 @@ def _of_faster(faster: Sequence[Row], base: Row, names: Mapping[str, str]) -> st
 def _fastest(best: Row, alike: Sequence[Row], names: Mapping[str, str]) -> str:
     """The verdict on the fastest of those that kept their quality, and on what the seeds do not tell from it."""
     low, high = best["speedup_interval"]
-    holds = "quality holds" if "eval_accuracy" in best["worse_by"] else "loss holds (accuracy was not measured)"
+    evaluated = "eval_accuracy" in best["worse_by"] or "eval_r2" in best["worse_by"]
+    holds = "quality holds" if evaluated else "loss holds (accuracy was not measured)"
     interval = f"({CONFIDENCE * 100:.0f} % interval {low:.2f} to {high:.2f})"
     name, times = names[best["recipe"]], f"{best['speedup']:.2f} times"
     if not alike:

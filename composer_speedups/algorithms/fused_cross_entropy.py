@@ -45,6 +45,7 @@ from composer_speedups.arguments import check_flag
 from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.families import CAUSAL, MASKED, has_head
+from composer_speedups.ignored import IGNORED
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, override_methods, overrides, stock_class, stock_forward
 
@@ -173,7 +174,7 @@ class _FusedLoss:
             logits = out[0] if isinstance(out, tuple) else out.logits
             if has_head(model, CAUSAL):
                 # Shifting the labels instead of the logits spares a copy of these.
-                labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+                labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
             loss = self._loss(logits.flatten(0, -2), labels.flatten().to(logits.device))
             if isinstance(out, tuple):
                 return (loss, *out)

@@ -38,12 +38,11 @@ from transformers import PreTrainedModel
 
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.families import MASKED, has_head
+from composer_speedups.ignored import IGNORED
 from composer_speedups.speedup import SpeedUp, Stage, warn
 from composer_speedups.surgery import mix_in, override_methods, overrides, stock_class
 
 __all__ = ["MaskedTokenHead", "apply_masked_token_head"]
-
-IGNORED = -100
 
 
 class _Chosen(threading.local):

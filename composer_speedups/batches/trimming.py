@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["IGNORED", "TrimPadding"]
+from composer_speedups.ignored import IGNORED
+
+__all__ = ["TrimPadding"]
 
 log = logging.getLogger("composer_speedups")
 
@@ -17,7 +19,6 @@ _PER_TOKEN = {
     "attention_mask", "bbox", "input_ids", "inputs_embeds", "labels", "offset_mapping", "position_ids",
     "special_tokens_mask", "token_type_ids",
 }  # fmt: skip
-IGNORED = -100  # the label that cross entropy leaves out
 
 
 class TrimPadding:

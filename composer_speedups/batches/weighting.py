@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from composer_speedups.batches.trimming import IGNORED
+from composer_speedups.ignored import IGNORED
 
 __all__ = ["labelled", "of_tokens", "trainer_weighs_tokens", "weigh"]
 

@@ -175,6 +175,7 @@ def _summary(result: results.RunResult) -> Table:
     row("final loss", result.final_loss, "{:.4f}")
     row("eval loss", result.eval_loss, "{:.4f}")
     row("eval accuracy", result.eval_accuracy, "{:.2f} %", 100)
+    row("eval R²", result.eval_r2, "{:.4f}")
     row("steps", result.steps, "{:.0f}")
     row("training", result.train_seconds, "{:.1f} s")
     if result.compile_seconds:

@@ -262,7 +262,7 @@ def _accuracy(state: State) -> float | None:
         labels = state.batch_get_item("labels")
     except (KeyError, TypeError):
         return None
-    if logits is None or labels.ndim > 1 or logits.shape[:-1] != labels.shape:
+    if logits is None or labels.ndim > 1 or labels.is_floating_point() or logits.shape[:-1] != labels.shape:
         return None  # several microbatches: the outputs are the last one's only
     with torch.no_grad():
         return (logits.argmax(-1) == labels).float().mean().item()

@@ -27,6 +27,7 @@ from composer.models import ComposerModel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composer_speedups import cgroup
+from composer_speedups.ignored import IGNORED
 from composer_speedups.measurement.memory_meters import OperationMeter, SavedForBackward, tensor_bytes
 from composer_speedups.measurement.results import MEMORY_KINDS
 from composer_speedups.optim.speedup import OptimizerSpeedUp, adamw_state_bytes, sizes
@@ -131,7 +132,7 @@ def predict(
             model = models.build_empty_model(recipe.model, shape).train()
         state = _state(_Wrapped(model), device)
         _apply(algorithms, state, notes)
-        batch = _batch(lengths, length, recipe, device)
+        batch = _batch(lengths, length, recipe, shape.num_labels, device)
         meter = OperationMeter(state.model)
         released = _Released(algorithms, state.model, meter)
         with meter:
@@ -265,6 +266,8 @@ def _shape(recipe: Recipe, length: int) -> _Shape:
     else:
         vocabulary = task.vocabulary or DEFAULT_VOCABULARY
     count = task.num_labels if task.name == "dummy" else 2 if task.name == "imdb" else _LABELS
+    if task.objective == "regression":
+        count = 1
     names = [str(n) for n in range(count)]
     return _Shape(source, int(vocabulary), length, task.objective, count, names)
 
@@ -303,13 +306,22 @@ def _apply(algorithms: Sequence[Any], state: State, notes: list[str]) -> None:
             notes.append("counted as not compiled: compiled code usually keeps less")
 
 
-def _batch(lengths: Sequence[int], width: int, recipe: Recipe, device: torch.device) -> dict[str, torch.Tensor]:
+def _batch(
+    lengths: Sequence[int], width: int, recipe: Recipe, classes: int, device: torch.device
+) -> dict[str, torch.Tensor]:
     """A batch of that shape; it is real, as what reads lengths must find them, and small."""
     rows = len(lengths)
     mask = (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
     labels = torch.zeros(rows, dtype=torch.int64)
-    if recipe.task.objective == "mlm":
-        labels = torch.full((rows, width), -100)
+    if recipe.task.objective == "regression":
+        labels = torch.zeros(rows)
+    elif recipe.task.objective == "multi_label":
+        labels = torch.zeros(rows, classes)
+    elif recipe.task.objective == "token_classification":
+        labels = mask - 1
+        labels[labels < 0] = IGNORED
+    elif recipe.task.objective == "mlm":
+        labels = torch.full((rows, width), IGNORED)
         for row, length in zip(labels, lengths, strict=True):
             allowed = max(1, length - 2)  # [CLS] and [SEP] are never masked
             row[1 : 1 + max(1, round(recipe.task.mlm_probability * allowed))] = 0

@@ -55,6 +55,7 @@ class RunResult:
     eval_loss: float | None = None
     eval_accuracy: float | None = None
     eval_majority: float | None = None  # the accuracy of always answering the most frequent class; not for MLM
+    eval_r2: float | None = None  # of regression: the share of the labels' variance that is explained
     finite: bool = True  # every loss was finite
     gave_up: bool = False  # ended early, as the loss stayed NaN or infinite, or with such weights
     steps: int = 0

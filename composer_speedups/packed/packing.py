@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from composer_speedups.ignored import IGNORED
 from composer_speedups.kernels.disentangled import Places
 from composer_speedups.kernels.varlen_attention import Lengths
 from composer_speedups.packed.fixed_total import FixedTotal
@@ -254,7 +255,7 @@ def labels_at_padding(batch: Any) -> bool:
     labels = None if mask is None else batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.shape != mask.shape:
         return False
-    return mask.is_cpu and labels.is_cpu and bool(((mask == 0) & (labels != -100)).any())
+    return mask.is_cpu and labels.is_cpu and bool(((mask == 0) & (labels != IGNORED)).any())
 
 
 def tie_counts(mask: torch.Tensor, counts: list[int]) -> None:

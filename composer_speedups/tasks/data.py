@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
 
-__all__ = ["Lengths", "MaskCollator", "PadCollator", "Sample", "TokenDataset"]
+from composer_speedups.ignored import IGNORED
 
-IGNORED = -100  # the label that cross entropy leaves out
+__all__ = ["Lengths", "MaskCollator", "PadCollator", "Sample", "TokenDataset", "TokenLabelCollator"]
 
 
 class Sample(TypedDict):
     input_ids: torch.Tensor
     token_type_ids: NotRequired[torch.Tensor]
-    label: int
+    label: int | float | np.ndarray | torch.Tensor
     index: int
 
 
@@ -30,7 +30,8 @@ class TokenDataset(torch.utils.data.Dataset):
     """Samples of token ids, special tokens included, none padded.
 
     `dataset[i]` is `{"input_ids": int64 [length], "label": int, "index": i}`; `dataset.lengths[i]` is its length.
-    Where tokens have types, as of two texts for a BERT, there are `token_type_ids` int64 [length], too.
+    Where tokens have types, as of two texts for a BERT, there are `token_type_ids` int64 [length], too. The label is a
+    float where it is a number, float32 [classes] where each is there or not, and int64 [length] where tokens have one.
     """
 
     def __init__(
@@ -46,8 +47,13 @@ class TokenDataset(torch.utils.data.Dataset):
 
     @classmethod
     def of(
-        cls, rows: Sequence[Sequence[int]], labels: Sequence[int], types: Sequence[Sequence[int]] | None = None
+        cls,
+        rows: Sequence[Sequence[int]],
+        labels: Sequence[Any],
+        types: Sequence[Sequence[int]] | None = None,
+        of_tokens: bool = False,
     ) -> TokenDataset:
+        """`labels` are a class, a number or a 1 or 0 for each class a sample; `of_tokens` says a class a token."""
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
 
@@ -55,7 +61,11 @@ class TokenDataset(torch.utils.data.Dataset):
             return np.fromiter((i for row in values for i in row), kind, count=int(offsets[-1]))
 
         typed = None if types is None else flat(types, np.int8)
-        return cls(flat(rows, np.int32), offsets, np.asarray(labels, np.int64), typed)
+        if of_tokens:
+            return cls(flat(rows, np.int32), offsets, flat(labels, np.int64), typed)
+        numbers = np.asarray(labels)
+        kind = np.int64 if numbers.ndim == 1 and numbers.dtype.kind == "i" else np.float32
+        return cls(flat(rows, np.int32), offsets, numbers.astype(kind), typed)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -84,8 +94,12 @@ class TokenDataset(torch.utils.data.Dataset):
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
+    @property
+    def _of_tokens(self) -> bool:
+        return self.labels.ndim == 1 and len(self.labels) == len(self.ids) > len(self)
+
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Sample:
         index = int(index)
@@ -94,7 +108,10 @@ class TokenDataset(torch.utils.data.Dataset):
         index %= len(self)
         place = slice(self.offsets[index], self.offsets[index + 1])
         ids = torch.from_numpy(self.ids[place].astype(np.int64))
-        sample: Sample = {"input_ids": ids, "label": int(self.labels[index]), "index": index}
+        label = torch.from_numpy(self.labels[place]) if self._of_tokens else self.labels[index]
+        if np.ndim(label) == 0:
+            label = label.item()
+        sample: Sample = {"input_ids": ids, "label": label, "index": index}
         if self.types is not None:
             sample["token_type_ids"] = torch.from_numpy(self.types[place].astype(np.int64))
         return sample
@@ -116,9 +133,10 @@ class Lengths:
 
 @dataclass
 class PadCollator:
-    """Batch for classification: `input_ids` and `attention_mask` int64 [rows, length], `labels` int64 [rows].
+    """Batch of samples with a label each: `input_ids` and `attention_mask` int64 [rows, length], `labels` int64 [rows].
 
-    Of samples with types of tokens `token_type_ids` int64 [rows, length], too; padding has type 0.
+    Labels are float32 [rows] where they are numbers, and float32 [rows, classes] where several may hold. Of samples
+    with types of tokens `token_type_ids` int64 [rows, length], too; padding has type 0.
 
     Attributes:
         pad_id: id that fills rows up.
@@ -152,7 +170,19 @@ class PadCollator:
         return -(-longest // step) * step
 
     def _labels(self, samples: Sequence[Sample], ids: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([sample["label"] for sample in samples], dtype=torch.int64)
+        labels = np.asarray([sample["label"] for sample in samples])
+        return torch.from_numpy(labels.astype(np.float32) if labels.dtype.kind == "f" else labels)
+
+
+@dataclass
+class TokenLabelCollator(PadCollator):
+    """The same of samples with a label a token: `labels` int64 [rows, length], -100 at padding and where none is."""
+
+    def _labels(self, samples: Sequence[Sample], ids: torch.Tensor) -> torch.Tensor:
+        labels = torch.full_like(ids, IGNORED)
+        for i, sample in enumerate(samples):
+            labels[i, : len(sample["input_ids"])] = torch.as_tensor(sample["label"])
+        return labels
 
 
 @dataclass

@@ -26,7 +26,8 @@ def build(
     """Tokenizer, training and evaluation samples, the same for the same `spec.data_seed`.
 
     Lengths are normal with `spec.mean_length` and `spec.length_std`, rounded, and cut to 3 .. `max_length`.
-    Ids are uniform in `lowest_token` .. `vocabulary` - 1, special ids left out; labels are uniform.
+    Ids are uniform in `lowest_token` .. `vocabulary` - 1, special ids left out. Labels are uniform, of regression from
+    0 to 1.
     """
     if source.tokenizer:
         tokenizer = model_sources.load_tokenizer(source)
@@ -53,7 +54,15 @@ def _part(
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     flat = ids[random.integers(0, len(ids), int(offsets[-1]))].astype(np.int32)
     flat[offsets[:-1]], flat[offsets[1:] - 1] = ends
-    return TokenDataset(flat, offsets, random.integers(0, spec.num_labels, rows))
+    return TokenDataset(flat, offsets, _labels(spec, rows, len(flat), random))
+
+
+def _labels(spec: TaskSpec, rows: int, tokens: int, random: np.random.Generator) -> np.ndarray:
+    if spec.objective == "regression":
+        return random.random(rows, np.float32)
+    if spec.objective == "multi_label":
+        return random.integers(0, 2, (rows, spec.num_labels)).astype(np.float32)
+    return random.integers(0, spec.num_labels, tokens if spec.objective == "token_classification" else rows)
 
 
 def _placeholder(size: int, max_length: int) -> PreTrainedTokenizerFast:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from composer_speedups.errors import TaskError
+from composer_speedups.tasks.labels import ClassOfText, Labels
 from composer_speedups.tasks.records import LINES, TABLES, as_text, records, text_of, unreadable
 from composer_speedups.tasks.splitting import Part, Row, part_of, split
 from composer_speedups.tasks.texts import Texts
@@ -19,6 +20,7 @@ __all__ = ["about_rows", "fingerprint", "read", "sources"]
 _BEGINNING = 2**20
 
 Columns = dict[str, str]  # their names, by the key of the task that says them
+_CLASS_OF_TEXT = ClassOfText()
 
 
 def fingerprint(path: str, key: str = "task.path") -> list[list[str | int]]:
@@ -80,7 +82,8 @@ def read(
     *,
     text_column: str = "text",
     text_pair_column: str | None = None,
-    label_column: str | None = "label",
+    labels: Labels | None = _CLASS_OF_TEXT,
+    label_column: str = "label",
     split_column: str | None = None,
     eval_path: str | None = None,
     train: int | None = None,
@@ -92,28 +95,29 @@ def read(
 
     What is evaluated on: `eval_path`; or what `split_column` says; or files and folders named train / test; or
     else a tenth of the texts (`splitting.split`).
-    `label_column` None leaves labels out (MLM). `label_names` renames labels.
+    `labels` says how these are written; None leaves them out (MLM). `label_names` renames them.
     """
     asked = {"text_column": text_column, "text_pair_column": text_pair_column}
-    asked |= {"label_column": label_column, "split_column": split_column}
+    asked |= {"label_column": None if labels is None else label_column, "split_column": split_column}
     columns = {key: name for key, name in asked.items() if name is not None}
-    rows = list(_rows(_existing(path), columns))
+    lists = () if labels is None else labels.in_lists
+    rows = list(_rows(_existing(path), columns, lists))
     if eval_path is not None:
-        rows = _with_apart(rows, path, eval_path, columns)
+        rows = _with_apart(rows, path, eval_path, columns, lists)
     return split(
-        rows, path, label_column=label_column, eval_source=eval_path, train=train, evaluation=evaluation, seed=seed,
-        told_alike=label_names,
+        rows, path, labels=labels, label_column=label_column, eval_source=eval_path, train=train,
+        evaluation=evaluation, seed=seed, told_alike=label_names,
     )  # fmt: skip
 
 
-def _with_apart(rows: Iterable[Row], path: str, eval_path: str, columns: Columns) -> list[Row]:
+def _with_apart(rows: Iterable[Row], path: str, eval_path: str, columns: Columns, lists: Collection[str]) -> list[Row]:
     """`rows` without those to evaluate on, and those of `eval_path` instead."""
     apart = _existing(eval_path, "task.eval_path")
     if apart.samefile(_existing(path)):
         raise TaskError(f"task.eval_path {eval_path!r} is task.path: leave it out, and a part is kept to evaluate on")
     own = [row._replace(part="train") for row in rows if row.part != "evaluation"]
     columns = {key: name for key, name in columns.items() if key != "split_column"}
-    return own + [row._replace(part="evaluation") for row in _rows(apart, columns)]
+    return own + [row._replace(part="evaluation") for row in _rows(apart, columns, lists)]
 
 
 def _existing(path: str, key: str = "task.path") -> Path:
@@ -129,9 +133,9 @@ def _existing(path: str, key: str = "task.path") -> Path:
     return found
 
 
-def _rows(path: Path, columns: Columns) -> Iterator[Row]:
+def _rows(path: Path, columns: Columns, lists: Collection[str]) -> Iterator[Row]:
     if path.is_file():
-        yield from _table(path, columns, None)
+        yield from _table(path, columns, None, lists)
         return
     try:
         found = sources(path)
@@ -146,9 +150,9 @@ def _rows(path: Path, columns: Columns) -> Iterator[Row]:
         for file in found:
             part = _part(file.relative_to(path).parts)
             if part != "unlabelled":
-                yield from _table(file, columns, part)
+                yield from _table(file, columns, part, lists)
             elif "label_column" not in columns:
-                yield from _table(file, columns, None)
+                yield from _table(file, columns, None, lists)
         return
     if "text_pair_column" in columns:
         raise TaskError(
@@ -174,9 +178,9 @@ def _part(names: tuple[str, ...]) -> Part | Literal["unlabelled"] | None:
     return next((part for word in words if (part := part_of(word)) is not None), None)
 
 
-def _table(file: Path, columns: Columns, part: Part | None) -> Iterator[Row]:
+def _table(file: Path, columns: Columns, part: Part | None, lists: Collection[str]) -> Iterator[Row]:
     for number, row in records(file, list(dict.fromkeys(columns.values()))):
-        cells = {key: as_text(row[name], file, number, key, name) for key, name in columns.items()}
+        cells = {key: as_text(row[name], file, number, key, name, key in lists) for key, name in columns.items()}
         if "split_column" in cells:
             part = part_of(cells["split_column"])
             if part is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import TaskError, in_a_line
 from composer_speedups.tasks import hub
+from composer_speedups.tasks.labels import class_names
+from composer_speedups.tasks.objectives import OBJECTIVES
 from composer_speedups.tasks.records import as_text
 from composer_speedups.tasks.spec import TaskSpec
 from composer_speedups.tasks.splitting import Part, Row, split
@@ -67,9 +69,9 @@ def fingerprint(data: DatasetDict) -> list[list[Any]]:
 def read(data: DatasetDict, spec: TaskSpec) -> Texts:
     """The texts of `spec`'s splits and columns; see `splitting.split` for what is evaluated on where no split is."""
     assert spec.path is not None
-    labelled = spec.objective == "classification"
+    labels = OBJECTIVES[spec.objective].labels
     names = {"text_column": spec.text_column, "text_pair_column": spec.text_pair_column}
-    names["label_column"] = spec.label_column if labelled else None
+    names["label_column"] = None if labels is None else spec.label_column
     columns = {key: name for key, name in names.items() if name is not None}
     splits: dict[str, Part] = {_split(data, spec, "train_split", spec.train_split): "train"}
     usual = (name for name in ("validation", "test") if name in data and name not in splits)
@@ -81,10 +83,11 @@ def read(data: DatasetDict, spec: TaskSpec) -> Texts:
         asked = spec.eval_samples if part == "evaluation" else spec.train_samples
         told = None if apart is None else part
         rows += _rows(data[name], spec, name, columns, told, asked, spec.data_seed + n)
-    label = data[spec.train_split].features[spec.label_column] if labelled else None
+    order = None if labels is None else class_names(data[spec.train_split].features[spec.label_column])
     return split(
-        rows, spec.path, label_column=names["label_column"], train=spec.train_samples, evaluation=spec.eval_samples,
-        seed=spec.data_seed, order=getattr(label, "names", ()), remedy="name others by task.train_split or eval_split",
+        rows, spec.path, labels=labels, label_column=spec.label_column, train=spec.train_samples,
+        evaluation=spec.eval_samples, seed=spec.data_seed, order=order or (),
+        remedy="name others by task.train_split or eval_split",
     )  # fmt: skip
 
 
@@ -111,14 +114,23 @@ def _rows(
             raise TaskError(f"{str(place)!r} has no column {column!r}: set task.{key} to one of {there}")
     if asked is not None and data.num_rows > _DRAWN * asked:
         data = data.select(pick(data.num_rows, _DRAWN * asked, seed))
-    classes = {key: getattr(data.features[column], "names", None) for key, column in columns.items()}
+    classes = {key: class_names(data.features[column]) for key, column in columns.items()}
+    labels = OBJECTIVES[spec.objective].labels
+    lists = () if labels is None else labels.in_lists
     number = 0
     for batch in data.select_columns([*columns.values()]).iter(_ROWS_AT_ONCE):
         for values in zip(*(batch[column] for column in columns.values()), strict=True):
             number += 1
             cells = {}
             for (key, column), value in zip(columns.items(), values, strict=True):
-                if (known := classes[key]) is not None:  # -1 stands for a class that is kept secret
-                    value = known[value] if value is not None and value >= 0 else None
-                cells[key] = as_text(value, place, number, key, column)
+                if (known := classes[key]) is not None:
+                    value = _named(value, known)
+                cells[key] = as_text(value, place, number, key, column, key in lists)
             yield Row.of(cells, part)
+
+
+def _named(value: Any, classes: Sequence[str]) -> Any:
+    """The name of a class's number, or of each one's in a list; -1 stands for a class that is kept secret."""
+    if isinstance(value, list):
+        return [_named(item, classes) for item in value]
+    return classes[value] if value is not None and value >= 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from composer_speedups.tasks import files, hub_texts
+from composer_speedups.tasks.labels import Labels
 from composer_speedups.tasks.texts import Texts, pick
 
 __all__ = ["read"]
@@ -12,13 +13,10 @@ _NAMES = {"0": "neg", "1": "pos"}
 _OTHERWISE = "set task.path to a local folder or parquet file of IMDB (task.name: docstrings needs no download)"
 
 
-def read(path: str | None, train: int | None, evaluation: int | None, seed: int, labelled: bool) -> Texts:
+def read(path: str | None, train: int | None, evaluation: int | None, seed: int, labels: Labels | None) -> Texts:
     """From the hub, or from `path`: parquet files, or the folder of Stanford's archive (train/pos, test/neg, ...)."""
     if path is not None:
-        return files.read(
-            path, train=train, evaluation=evaluation, seed=seed, label_names=_NAMES,
-            label_column="label" if labelled else None,
-        )  # fmt: skip
+        return files.read(path, labels=labels, train=train, evaluation=evaluation, seed=seed, label_names=_NAMES)
     data = hub_texts.load_from_hub(_REPOSITORY, _OTHERWISE)
     parts = {part: data[part] for part in ("train", "test")}
     chosen = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from composer_speedups.errors import TaskError, in_a_line, is_out_of_memory
 from composer_speedups.tasks.encoders import check_encoder, check_first_batch
 from composer_speedups.tasks.model_sources import end_of, is_folder, load_config, load_from
+from composer_speedups.tasks.objectives import OBJECTIVES
 from composer_speedups.tasks.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -97,11 +98,12 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
             f"max_length {task.max_length} exceeds the {room} positions of model {spec.name!r}: lower task.max_length"
             + ("" if task.source.pretrained else ", or raise config.max_position_embeddings")
         )
-    if task.objective == "classification":
+    objective = OBJECTIVES[task.objective]
+    if objective.labels is not None:
         config.num_labels = task.num_labels
         config.id2label = dict(enumerate(task.label_names))
         config.label2id = {name: i for i, name in enumerate(task.label_names)}
-        config.problem_type = "single_label_classification"
+        config.problem_type = objective.problem
     return config
 
 
@@ -159,9 +161,9 @@ def _has_sdpa(kind: Any, config: PretrainedConfig) -> bool:
 
 
 def _kind(task: Task) -> Any:
-    from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+    import transformers
 
-    return AutoModelForSequenceClassification if task.objective == "classification" else AutoModelForMaskedLM
+    return getattr(transformers, OBJECTIVES[task.objective].head)
 
 
 def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTrainedModel:
@@ -180,7 +182,7 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
                 ignore_mismatched_sizes=True, **attention,
             )  # fmt: skip
             new = _check_loaded(spec, model, loading)
-            if task.objective == "classification":
+            if OBJECTIVES[task.objective].has_classes:
                 note = fit_head(model, load_config(task.source).id2label, task.label_names, new)
                 if note is not None:
                     log.warning("model %s: %s", spec.name, note)

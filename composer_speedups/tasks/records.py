@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.errors import TaskError, first_line
+from composer_speedups.tasks.labels import as_cell
 
 __all__ = ["LINES", "TABLES", "as_class", "as_text", "records", "text_of", "unreadable"]
 
@@ -77,8 +78,11 @@ def as_class(label: str) -> str:
     return whole[1] if whole else label
 
 
-def as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
-    """What a cell says; empty where it is missing. Python's way to write bytes or a list is nobody's text or label."""
+def as_text(value: Any, file: Path, number: int, key: str, column: str, lists: bool = False) -> str:
+    """What a cell says; empty where it is missing. Python's way to write bytes or a list is nobody's text or label.
+
+    With `lists` it may hold a list of such.
+    """
     if type(value) is str:
         return as_class(value) if key == "label_column" and file.suffix.lower() in (".csv", ".tsv") else value
     if value is None or value != value:  # NaN is how pandas writes what is missing
@@ -92,10 +96,15 @@ def as_text(value: Any, file: Path, number: int, key: str, column: str) -> str:
                 f"{place} is no UTF-8 ({error.reason} at byte {error.start}): write it as UTF-8, or name another "
                 f"task.{key}"
             ) from error
+    if lists and isinstance(value, (list, tuple)):
+        return as_cell([as_text(item, file, number, key, column) for item in value])
     if isinstance(value, (list, tuple, dict)):
         wanted = "one text" if key in ("text_column", "text_pair_column") else "one word or number"
+        taken = {"label_column": "multi_label or token_classification", "text_column": "token_classification"}
+        other = f", or task.objective={taken[key]}, for which it may" if key in taken and type(value) is list else ""
         raise TaskError(
             f"{place} holds a {type(value).__name__}, not {wanted}: write {wanted} there, or name another task.{key}"
+            f"{other}"
         )
     if key == "label_column" and isinstance(value, (float, Decimal)) and value % 1 == 0:
         return str(int(value))  # as `as_class` does

@@ -39,6 +39,7 @@ _ONLY_FOR = {
     "num_labels": ("dummy",),
     "lowest_token": ("dummy",),
 }
+_WITH_ANY_LABELS = ("text", "hub", "dummy")  # the others have one class a text
 # Written only where they are set: studies and checkpoints that know nothing of them stay what they were.
 _LATER = ("text_pair_column", "subset", "revision", "train_split", "eval_split")
 
@@ -54,7 +55,9 @@ class TaskSpec(_Spec):
     Attributes:
         name: `docstrings` (embedded, no download), `imdb`, `text` (the user's own files), `hub` (a data set of the
             Hugging Face hub), `dummy` (random tokens).
-        objective: `classification` of whole texts, or `mlm` (masked language modelling, as BERT does it).
+        objective: `classification` of whole texts; `multi_label`, any of several classes a text (their names in a list,
+            or with commas between); `regression`, a number a text; `token_classification`, a class a word (words and
+            labels each in a list, or with spaces between); or `mlm` (masked language modelling, as BERT does it).
         max_length: tokens per sample including the special ones; longer texts are cut.
         padding: `max_length` pads every batch to `max_length`, `longest` to its own longest sample.
         pad_to_multiple_of: with `longest`, round the padded length up to a multiple of this.
@@ -81,7 +84,7 @@ class TaskSpec(_Spec):
             texts.
         mean_length: `dummy`: mean tokens per sample; None is full length.
         length_std: `dummy`: standard deviation of the tokens per sample.
-        num_labels: `dummy`: number of classes.
+        num_labels: `dummy`: number of classes; not for regression.
         lowest_token: `dummy`: smallest random id, so that special ids stay out.
 
     >>> TaskSpec(name="imdb", train_samples=100).max_length
@@ -89,7 +92,7 @@ class TaskSpec(_Spec):
     """
 
     name: Literal["docstrings", "imdb", "text", "hub", "dummy"] = "docstrings"
-    objective: Literal["classification", "mlm"] = "classification"
+    objective: Literal["classification", "multi_label", "regression", "token_classification", "mlm"] = "classification"
     max_length: Annotated[int, Field(ge=8, le=32768)] = 256
     padding: Literal["max_length", "longest"] = "max_length"
     pad_to_multiple_of: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -119,6 +122,12 @@ class TaskSpec(_Spec):
             if self.name not in tasks and getattr(self, field) != type(self).model_fields[field].default:
                 belongs = " or ".join(filter(None, (", ".join(tasks[:-1]), tasks[-1])))
                 raise ValueError(f"{field} belongs to task {belongs}, not to {self.name}: remove it, or change name")
+        if self.objective not in ("classification", "mlm") and self.name not in _WITH_ANY_LABELS:
+            raise ValueError(
+                f"task {self.name} has one class a text: objective {self.objective} needs {', '.join(_WITH_ANY_LABELS)}"
+            )
+        if self.objective == "token_classification" and self.text_pair_column is not None:
+            raise ValueError("text_pair_column belongs to objectives of whole texts: remove it")
         if self.name == "text" and self.path is None:
             raise ValueError("task text needs path: a csv, tsv, jsonl or parquet file, or a folder")
         if self.name == "hub" and self.path is None:
@@ -142,7 +151,7 @@ class TaskSpec(_Spec):
         return self
 
     def _reads(self, column: str) -> bool:
-        needed = column != "label_column" or self.objective == "classification"
+        needed = column != "label_column" or self.objective != "mlm"
         return self.name in _ONLY_FOR[column] and getattr(self, column) is not None and needed
 
     @model_serializer(mode="wrap")

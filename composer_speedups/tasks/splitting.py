@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from composer_speedups.errors import TaskError
+from composer_speedups.tasks.labels import Labels, clean
 from composer_speedups.tasks.texts import Texts
 
 __all__ = ["Part", "Row", "part_of", "split"]
@@ -15,7 +16,6 @@ Part = Literal["train", "evaluation"]
 
 _TRAIN = {"train", "training"}
 _EVALUATION = {"test", "eval", "evaluation", "validation", "valid", "val", "dev"}
-_MOST_LABELS = 1000
 
 
 class Row(NamedTuple):
@@ -43,7 +43,8 @@ class _Chosen(NamedTuple):
     hash: bytes
     text: str
     pair: str
-    label: int
+    label: Any  # as `Labels.encoded` gives it; 0 where none is asked for
+    classes: frozenset[int]  # that it names
 
 
 def part_of(word: str) -> Part | None:
@@ -60,7 +61,8 @@ def split(
     rows: Sequence[Row],
     source: str,
     *,
-    label_column: str | None,
+    labels: Labels | None,
+    label_column: str = "label",
     eval_source: str | None = None,
     train: int | None = None,
     evaluation: int | None = None,
@@ -77,7 +79,8 @@ def split(
     Args:
         rows: of both parts.
         source: where they are from, for errors and notes.
-        label_column: None leaves labels out (MLM).
+        labels: how they are written; None leaves them out (MLM).
+        label_column: its name, for errors.
         eval_source: where those to evaluate on are from, if elsewhere.
         train: at most so many; None is all.
         evaluation: the same to evaluate on.
@@ -86,30 +89,25 @@ def split(
         told_alike: other names for labels.
         remedy: what to do where one part has no text.
     """
-    kept, notes = _cleaned(rows, source, labelled=label_column is not None)
-    names = _label_names({row.label for row in kept if row.label}, len(kept), label_column, order)
+    kept, notes = _cleaned(rows, source, labels)
+    names = ["none"] if labels is None else labels.names([row.label or "" for row in kept], label_column, order)
     number = {name: i for i, name in enumerate(names)}
-    ordered = sorted(
-        (
-            (_Chosen(_hash(seed, row.text), row.text, row.pair or "", number.get(row.label or "", 0)), row.part)
-            for row in kept
-        ),
-        key=lambda x: x[0],
-    )
+    ordered = sorted(((_chosen(row, seed, labels, number), row.part) for row in kept), key=lambda x: x[0][:4])
     told = any(row.part == "evaluation" for row in rows)
     parts = _as_told(ordered) if told else _by_hash([chosen for chosen, _ in ordered], evaluation)
     for part, what in (("train", "train"), ("evaluation", "evaluate")):
         if not parts[part]:
             raise TaskError(f"{source!r} leaves no text to {what} on ({len(kept):,} texts): {remedy}")
-    if told:  # in a part of a few texts, chosen by their hash, it happens
+    if told and labels is not None and labels.are_classes:
+        # In a part of a few texts, chosen by their hash, it happens.
         _check_labels(parts, names, eval_source or source)
     chosen_train, chosen_eval = parts["train"][:train], parts["evaluation"][:evaluation]
-    known = {row.label for row in chosen_train}
-    new = [row.label for row in chosen_eval if row.label not in known]
+    known = _classes(chosen_train)
+    new = [row.classes - known for row in chosen_eval if row.classes - known]
     if new:
         notes.append(
             f"{len(new):,} of {len(chosen_eval):,} texts to evaluate on have labels that no text to train on has: "
-            f"{_some(set(new), names)}"
+            f"{_some(frozenset().union(*new), names)}"
         )
     if train is not None and train < len(parts["train"]):
         notes.append(
@@ -128,31 +126,38 @@ def split(
     )
 
 
-def _cleaned(rows: Sequence[Row], source: str, *, labelled: bool) -> tuple[list[Row], list[str]]:
+def _chosen(row: Row, seed: int, labels: Labels | None, number: Mapping[str, int]) -> _Chosen:
+    of = (0, frozenset[int]())
+    if labels is not None:
+        label = row.label or ""
+        of = labels.encoded(label, number), frozenset(number[name] for name in labels.items(label))
+    return _Chosen(_hash(seed, row.text), row.text, row.pair or "", *of)
+
+
+def _cleaned(rows: Sequence[Row], source: str, labels: Labels | None) -> tuple[list[Row], list[str]]:
     """The rows that have what is needed, and words on the others."""
-    clean = [
-        Row(
-            _clean(row.text),
-            None if row.label is None else row.label.strip(),
-            row.part,
-            None if row.pair is None else _clean(row.pair),
-        )
-        for row in rows
-    ]
-    whole = [row for row in clean if row.text and row.pair != ""]
-    kept = [row for row in whole if row.label or not labelled]
+    made = [_clean_row(row, labels) for row in rows]
+    whole = [row for row in made if row.text and row.pair != ""]
+    kept = [row for row in whole if row.label or labels is None or labels.may_be_empty]
     notes = []
-    if empty := len(clean) - len(whole):
-        paired = any(row.pair is not None for row in clean)
+    if empty := len(made) - len(whole):
+        paired = any(row.pair is not None for row in made)
         lack = "no text, or no second one" if paired else "no text"
-        notes.append(f"{empty:,} of {len(clean):,} rows of {source} dropped: {lack}")
+        notes.append(f"{empty:,} of {len(made):,} rows of {source} dropped: {lack}")
     if unlabelled := len(whole) - len(kept):
-        notes.append(f"{unlabelled:,} of {len(clean):,} rows of {source} dropped: no label")
+        notes.append(f"{unlabelled:,} of {len(made):,} rows of {source} dropped: no label")
     if not kept:
         raise TaskError(
-            f"{source!r} holds no row with both text and label ({len(clean):,} rows read): check the columns"
+            f"{source!r} holds no row with both text and label ({len(made):,} rows read): check the columns"
         )
     return kept, notes
+
+
+def _clean_row(row: Row, labels: Labels | None) -> Row:
+    pair = None if row.pair is None else clean(row.pair)
+    if labels is None:
+        return Row(clean(row.text), row.label, row.part, pair)
+    return Row(*labels.cleaned(row.text, row.label or ""), row.part, pair)
 
 
 def _as_told(ordered: Iterable[tuple[_Chosen, Part | None]]) -> dict[Part, list[_Chosen]]:
@@ -174,38 +179,19 @@ def _by_hash(ordered: Sequence[_Chosen], evaluation: int | None) -> dict[Part, l
 
 def _check_labels(parts: Mapping[Part, Sequence[_Chosen]], names: Sequence[str], source: str) -> None:
     """Raise if no label to evaluate on is one to train on."""
-    known, asked = ({row.label for row in parts[part]} for part in ("train", "evaluation"))
-    if not known & asked:
+    known, asked = (_classes(parts[part]) for part in ("train", "evaluation"))
+    if asked and not known & asked:
         raise TaskError(
             f"the labels to evaluate on ({_some(asked, names)}), as {source} has them, do not occur among "
             f"those to train on ({_some(known, names)}): write them alike"
         )
 
 
-def _clean(text: str) -> str:
-    # A lone surrogate (JSON can escape one) cannot be encoded by a tokenizer.
-    return text.strip().encode("utf-8", "replace").decode()
+def _classes(rows: Sequence[_Chosen]) -> frozenset[int]:
+    return frozenset().union(*(row.classes for row in rows))
 
 
-def _label_names(labels: set[str], rows: int, column: str | None, order: Sequence[str]) -> list[str]:
-    if column is None:
-        return ["none"]
-    if len(labels) < 2:
-        raise TaskError(f"column {column!r} holds one label only, {next(iter(labels))!r}: classification needs two")
-    if len(labels) > _MOST_LABELS or (len(labels) > 10 and len(labels) > rows // 2):
-        raise TaskError(
-            f"column {column!r} holds {len(labels):,} different values in {rows:,} rows: that is no label. "
-            "Name another task.label_column, or use task.objective=mlm"
-        )
-    first = [name for name in order if name in labels]
-    others = labels - set(first)
-    try:
-        return first + sorted(others, key=int)
-    except ValueError:
-        return first + sorted(others)
-
-
-def _some(labels: set[int], names: Sequence[str]) -> str:
+def _some(labels: frozenset[int], names: Sequence[str]) -> str:
     shown = ", ".join(repr(names[n]) for n in sorted(labels)[:5])
     return f"{shown} and {len(labels) - 5} more" if len(labels) > 5 else shown
 

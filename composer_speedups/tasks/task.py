@@ -16,7 +16,10 @@ from composer_speedups.errors import TaskError
 from composer_speedups.installed import version
 from composer_speedups.tasks import docstrings, dummy, files, hub_texts, imdb, model_sources, wordpiece
 from composer_speedups.tasks.cache import cached, digest
-from composer_speedups.tasks.data import Lengths, MaskCollator, PadCollator, TokenDataset
+from composer_speedups.tasks.data import Lengths, MaskCollator, PadCollator, TokenDataset, TokenLabelCollator
+from composer_speedups.tasks.encoding import Encoding
+from composer_speedups.tasks.labels import majority, shares
+from composer_speedups.tasks.objectives import OBJECTIVES
 from composer_speedups.tasks.spec import ModelSpec, TaskSpec
 from composer_speedups.tasks.texts import Texts
 
@@ -28,7 +31,6 @@ __all__ = ["Task", "build_task"]
 log = logging.getLogger("composer_speedups")
 
 DEFAULT_VOCABULARY = 8192
-_ROWS_AT_ONCE = 1000
 _UNKNOWN = 0.02  # of the tokens: that many the tokenizer may not know without a word
 _CHECKS = 4  # raised when `files.read` learns to refuse or to tell more: a filled cache would not hear of it
 
@@ -43,9 +45,9 @@ class Task:
         tokenizer: the pretrained model's own, or one trained on the task's texts.
         collate_train: makes batches of `input_ids`, `attention_mask` and `labels`, of pairs with `token_type_ids`.
         collate_eval: the same; for MLM with masks that stay the same in every epoch and for every seed.
-        num_labels: number of classes; 1 for MLM.
-        label_names: name of each class.
-        objective: `classification` or `mlm`.
+        num_labels: number of classes; 1 for regression and MLM.
+        label_names: name of each class; of regression, that of its column.
+        objective: one of `OBJECTIVES`.
         vocabulary: number of ids that may occur.
         max_length: tokens of the longest possible sample.
         lengths: how long the training samples are.
@@ -73,11 +75,16 @@ class Task:
 
     @property
     def classes(self) -> dict[str, float]:
-        """Each class's share of the training texts; empty for MLM."""
-        if self.objective != "classification":
+        """Each class's share of the training texts, or of their words; empty where there are no classes."""
+        if not OBJECTIVES[self.objective].has_classes:
             return {}
-        counts = np.bincount(self.train.labels, minlength=len(self.label_names)) / max(1, len(self.train))
-        return dict(zip(self.label_names, counts.tolist(), strict=True))
+        found = shares(self.train.labels, len(self.label_names))
+        return dict(zip(self.label_names, found.tolist(), strict=True))
+
+    @property
+    def majority(self) -> float | None:
+        """The accuracy, on the evaluation samples, of always giving the most frequent answer; None without classes."""
+        return majority(self.evaluation.labels) if OBJECTIVES[self.objective].has_classes else None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's masks, before its first batch is drawn; for classification it does nothing."""
@@ -98,7 +105,7 @@ def build_task(spec: TaskSpec, model: ModelSpec, *, seed: int, progress: Callabl
     notes = [source.note] if source.note else []
     if spec.name == "dummy":
         tokenizer, train, evaluation = dummy.build(spec, source, model)
-        label_names = [str(i) for i in range(spec.num_labels)]
+        label_names = [str(i) for i in range(1 if spec.objective == "regression" else spec.num_labels)]
         vocabulary = spec.vocabulary or len(tokenizer)
     else:
         raw = _Raw(spec, say)
@@ -137,7 +144,8 @@ class _Raw:
         if spec.name == "docstrings":
             self.key["versions"] = docstrings.versions()
         else:
-            self.key["labelled"] = spec.objective == "classification"
+            # In the words of then for the two that there were: what is cached for them is found again.
+            self.key["labelled"] = {"classification": True, "mlm": False}.get(spec.objective, spec.objective)
             pair = [] if spec.text_pair_column is None else [spec.text_pair_column]
             self.key["columns"] = [spec.text_column, spec.label_column, spec.split_column, *pair]
             self._on_hub = hub_texts.load(spec) if spec.name == "hub" else None
@@ -155,7 +163,7 @@ class _Raw:
 
     def _read(self) -> Texts:
         spec, size = self.spec, (self.spec.train_samples, self.spec.eval_samples)
-        labelled = spec.objective == "classification"
+        labels = OBJECTIVES[spec.objective].labels
         if spec.name == "docstrings":
             self.say("collecting docstrings of the installed packages")
             folder = cached(
@@ -164,13 +172,13 @@ class _Raw:
             return Texts.load(folder)
         self.say(f"reading the texts of task {spec.name}")
         if spec.name == "imdb":
-            return imdb.read(spec.path, *size, seed=spec.data_seed, labelled=labelled)
+            return imdb.read(spec.path, *size, seed=spec.data_seed, labels=labels)
         if self._on_hub is not None:
             return hub_texts.read(self._on_hub, spec)
         assert spec.path is not None
         return files.read(
             spec.path, text_column=spec.text_column, text_pair_column=spec.text_pair_column,
-            label_column=spec.label_column if labelled else None,
+            labels=labels, label_column=spec.label_column,
             split_column=spec.split_column, eval_path=spec.eval_path,
             train=spec.train_samples, evaluation=spec.eval_samples, seed=spec.data_seed,
         )  # fmt: skip
@@ -215,7 +223,12 @@ def _tokenised(spec: TaskSpec, source: model_sources.Source, tokenizer: PreTrain
         for part in ("train", "evaluation"):
             # A copy: a tokenizer keeps how it was last used, and what is saved with a model must not tell of the cache.
             pairs, labels = getattr(texts, f"{part}_pairs"), getattr(texts, f"{part}_labels")
-            rows, types = _encode(getattr(texts, part), pairs, copy.deepcopy(tokenizer), spec.max_length, part, raw.say)
+            encode = Encoding(copy.deepcopy(tokenizer), spec.max_length, f"tokenizing for {part}", raw.say)
+            types = None
+            if spec.objective == "token_classification":
+                rows, labels = encode.words(getattr(texts, part), labels)
+            else:
+                rows, types = encode.texts(getattr(texts, part), pairs)
             # Texts of control characters alone leave nothing to learn, and nothing that MLM could mask.
             special = set(tokenizer.all_special_ids)
             full = [i for i, row in enumerate(rows) if not special.issuperset(row)]
@@ -225,7 +238,8 @@ def _tokenised(spec: TaskSpec, source: model_sources.Source, tokenizer: PreTrain
             if not full:
                 raise TaskError(f"no {part} text of task {spec.name} holds a token that the tokenizer knows")
             typed = None if types is None else [types[i] for i in full]
-            TokenDataset.of([rows[i] for i in full], [labels[i] for i in full], typed).save(folder / part)
+            of_tokens = spec.objective == "token_classification"
+            TokenDataset.of([rows[i] for i in full], [labels[i] for i in full], typed, of_tokens).save(folder / part)
         _About(texts.label_names, notes).save(folder)
 
     key = {
@@ -264,29 +278,6 @@ def _unknown(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase, part: st
     ]
 
 
-def _encode(
-    texts: list[str],
-    pairs: list[str] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    part: str,
-    say: Callable[[str], None],
-) -> tuple[list[list[int]], list[list[int]] | None]:
-    """The ids of texts, or of pairs, of which the longer one is cut first; and of pairs the types."""
-    rows: list[list[int]] = []
-    types: list[list[int]] = []
-    for start in range(0, len(texts), _ROWS_AT_ONCE):
-        say(f"tokenizing for {part}: {start:,} of {len(texts):,} texts")
-        some = slice(start, start + _ROWS_AT_ONCE)
-        made = tokenizer(
-            texts[some], None if pairs is None else pairs[some], truncation=True, max_length=length,
-            return_attention_mask=False, return_token_type_ids=pairs is not None,
-        )  # fmt: skip
-        rows += made["input_ids"]
-        types += made["token_type_ids"] if pairs is not None else []
-    return rows, types if pairs is not None else None
-
-
 def _types_known(model: ModelSpec, source: model_sources.Source) -> int:
     """Of how many types a model has embeddings: BERT of two, RoBERTa of one, DistilBERT of none."""
     own = model.config.get("type_vocab_size", getattr(model_sources.load_config(source), "type_vocab_size", 0))
@@ -298,8 +289,9 @@ def _collator(
 ) -> PadCollator:
     length = spec.max_length if spec.padding == "max_length" else None
     padding = {"pad_id": tokenizer.pad_token_id, "length": length, "multiple_of": spec.pad_to_multiple_of}
-    if spec.objective == "classification":
-        return PadCollator(**padding)
+    objective = OBJECTIVES[spec.objective]
+    if objective.labels is not None:
+        return (TokenLabelCollator if objective.of_tokens else PadCollator)(**padding)
     if tokenizer.mask_token_id is None:
         raise TaskError(
             "the model's tokenizer has no mask token: choose a masked language model, such as bert-base-uncased"

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Texts", "pick", "split_sizes"]
 
 
 @dataclass
 class Texts:
-    """Raw data of a task. Labels are positions in `label_names`; pairs, of texts that have one, the second text."""
+    """Raw data of a task. Labels are positions in `label_names`, or what else `labels.Labels` makes of them; pairs, of
+    texts that have one, the second text."""
 
     train: list[str]
-    train_labels: list[int]
+    train_labels: list[Any]
     evaluation: list[str]
-    evaluation_labels: list[int]
+    evaluation_labels: list[Any]
     label_names: list[str]
     notes: list[str] = field(default_factory=list)
     train_pairs: list[str] | None = None

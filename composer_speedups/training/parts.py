@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from composer.core import Callback, DataSpec
-from composer.metrics import CrossEntropy, LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel, huggingface
 from composer.optim import (
     ComposerScheduler,
@@ -22,13 +21,13 @@ from composer.optim import (
 )
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
-from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.errors import RecipeError, SpeedUpUnavailable, TaskError
 from composer_speedups.recipes import Recipe
 from composer_speedups.recipes.schema import count_and_unit
 from composer_speedups.tasks import Task
 from composer_speedups.tasks.models import build_model
+from composer_speedups.training.metrics import evaluation_metrics
 
 __all__ = [
     "TellsEpoch",
@@ -69,7 +68,11 @@ def build_composer_model(recipe: Recipe, task: Task, seed: int) -> HuggingFaceMo
     model = build_model(recipe.model, task, seed=seed)
     with _no_search_for_causal_models():
         return HuggingFaceModel(
-            model, tokenizer=task.tokenizer, use_logits=True, metrics=[], eval_metrics=_metrics(task, model.config)
+            model,
+            tokenizer=task.tokenizer,
+            use_logits=True,
+            metrics=[],
+            eval_metrics=evaluation_metrics(task, model.config.num_labels),
         )
 
 
@@ -150,17 +153,11 @@ class TellsEpoch(Callback):
         self._task.set_epoch(int(state.timestamp.epoch))
 
 
-def _metrics(task: Task, config: Any) -> list[Any]:
-    if task.objective == "mlm":
-        return [LanguageCrossEntropy(), MaskedAccuracy(ignore_index=-100)]
-    return [CrossEntropy(), MulticlassAccuracy(num_classes=config.num_labels, average="micro")]
-
-
 @contextlib.contextmanager
 def _no_search_for_causal_models() -> Iterator[None]:
     """Spare each run some seconds: HuggingFaceModel imports every model family there is, to see if ours is causal.
 
-    None is: the tasks here are classification and masked tokens.
+    None is: the tasks here are of encoders.
     """
     search = huggingface._is_registered_causal_lm
     huggingface._is_registered_causal_lm = lambda model: False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from composer import Trainer
 from composer.utils import dist
@@ -15,6 +14,7 @@ from composer_speedups.measurement.measure import Measurement
 from composer_speedups.measurement.results import RunResult
 from composer_speedups.recipes import Recipe
 from composer_speedups.tasks import Task
+from composer_speedups.training.metrics import record
 
 __all__ = ["run_result"]
 
@@ -77,16 +77,9 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
             flops = model_flops(trainer._original_model.model, real, squares, predicted, local)
             result.model_flops_per_second = flops / spent
         result.padding_share = 1 - real_of_all / padded if padded else None
-    for name, metric in (state.eval_metrics.get("eval") or {}).items():
-        if not metric.update_called or measurement.gave_up or measurement.interrupted:  # of an earlier step, if any
-            continue
-        value = float(metric.compute())
-        if "Accuracy" in name:
-            result.eval_accuracy = value
-            if task.objective == "classification":
-                result.eval_majority = float(np.bincount(task.evaluation.labels).max()) / len(task.evaluation)
-        elif "CrossEntropy" in name:
-            result.eval_loss = value
+    for metric in (state.eval_metrics.get("eval") or {}).values():
+        if metric.update_called and not measurement.gave_up and not measurement.interrupted:  # else of an earlier step
+            record(result, metric, task)
     return result
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from composer_speedups.errors import OutOfMemory, TaskError, is_out_of_memory
 from composer_speedups.recipes import Recipe
 from composer_speedups.tasks import build_task
+from composer_speedups.tasks.objectives import OBJECTIVES
 from composer_speedups.training.parts import available_algorithms, build_composer_model, build_optimizer
 from composer_speedups.verification.findings import SAMPLES, Verification, with_fewer
 from composer_speedups.verification.verify import verify
@@ -43,11 +44,11 @@ def verify_recipe(
     if why := recipe.model_copy(update={"evaluate": False}).unshared_by(ranks):
         raise TaskError(why)
     micro = None
-    # Of texts; Composer weighs parts of a batch by them, and not by the tokens that MLM's loss is a mean over.
-    if recipe.accumulates and recipe.task.objective == "classification":
+    # Of texts; Composer weighs parts of a batch by them, and not by the tokens that some losses are a mean over.
+    if recipe.accumulates and not OBJECTIVES[recipe.task.objective].of_tokens:
         micro = max(1, samples * (recipe.microbatch_size or 1) // recipe.batch_size)  # a rank's, as both are shared
     elif recipe.accumulates:
-        say("leaving out microbatch_size, with which MLM computes something else by Composer's own weighting")
+        say("leaving out microbatch_size, with which a loss of tokens is another by Composer's own weighting")
     task = build_task(recipe.task, recipe.model, seed=seed, progress=say)
     try:
         return verify(

@@ -286,6 +286,17 @@ def test_what_the_baseline_measured_and_the_row_did_not_is_open():
     assert compare_quality(without, without).verdict == "quality holds", "where none asks for it, the loss tells"
 
 
+def test_regression_is_judged_by_what_it_explains():
+    def runs(r2: float) -> dict[int, dict[str, object]]:
+        return {s: {"finite": True, "final_loss": 0.1, "eval_r2": r2 + s / 1e4, "losses": [1.0] * 3} for s in range(5)}
+
+    assert compare_quality(runs(0.801), runs(0.8)).note.startswith("R² worse by at most 0, margin 0.01; final loss")
+    assert compare_quality(runs(0.77), runs(0.8)).note == "R² worse by 0.03, margin 0.01"
+    found = compare_quality(runs(0.009), runs(0.009))
+    assert (found.verdict, found.stable) == ("not judged", None)
+    assert "the baseline's R² is 0.0092: hardly more than always answering the mean would have" in found.note
+
+
 def test_a_third_of_what_was_learnt_is_no_small_loss():
     """Loss from 2.30 to 2.07, and to 2.15 only: within 5 % of 2.07, and a third of the way not gone."""
     rng = random.Random(8)

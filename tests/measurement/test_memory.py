@@ -34,7 +34,7 @@ def really_kept(recipe: Recipe, lengths: list[int]) -> tuple[int, int, int]:
     state = memory._state(memory._Wrapped(model), torch.device("cpu"))
     with memory._as_before(), memory._quiet():
         memory._apply(recipe.algorithms(), state, [])
-        batch = memory._batch(lengths, length, recipe, torch.device("cpu"))
+        batch = memory._batch(lengths, length, recipe, model.config.num_labels, torch.device("cpu"))
         with SavedForBackward(state.model) as saved:
             loss = state.model.loss(state.model(batch), batch)
         loss.backward()
@@ -57,10 +57,14 @@ def really_kept(recipe: Recipe, lengths: list[int]) -> tuple[int, int, int]:
         ("demo/bf16", "speedups.gradient_checkpointing={every: 2}", "speedups.fused_dropout_add_norm={}"),
         ("cpu/fastest", "task.max_length=64", "speedups.gradient_checkpointing={}"),
         ("cpu/fastest", "task.max_length=64", "model.name=answerdotai/ModernBERT-base"),
+        ("demo/fp32", "task={name: dummy, objective: multi_label, max_length: 64, num_labels: 30}"),
+        ("demo/fp32", "task={name: dummy, objective: regression, max_length: 64}"),
+        ("demo/fp32", "task={name: dummy, objective: token_classification, max_length: 64, num_labels: 9}"),
     ],
     ids=[
         *("fp32", "eager", "bf16", "mlm", "masked head", "unpadding", "fastest", "RoBERTa"),
         *("checkpointing", "every second block", "fastest and checkpointing", "ModernBERT"),
+        *("multi-label", "regression", "classes of tokens"),
     ],
 )
 def test_a_dry_run_keeps_what_a_real_one_keeps(recipe: tuple[str, ...]):
@@ -150,7 +154,7 @@ def test_released_gradients_are_counted_as_they_are_there(tied: bool):
     model = models.build_empty_model(recipe.model, memory._shape(recipe, 64)).train()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     apply_gradient_release(optimizer, bucket_mb=1)
-    model(**memory._batch(LENGTHS, 64, recipe, torch.device("cpu")))["loss"].backward()
+    model(**memory._batch(LENGTHS, 64, recipe, model.config.num_labels, torch.device("cpu")))["loss"].backward()
     assert found.gradients == gradients_at_most([optimizer]) < 0.7 * plain.gradients
     assert (found.weights, found.optimizer, found.activations) == (plain.weights, plain.optimizer, plain.activations)
     assert found.peak <= plain.peak

@@ -9,6 +9,7 @@ import pytest
 
 from composer_speedups.errors import TaskError
 from composer_speedups.tasks import ModelSpec, TaskSpec, build_task, files, imdb
+from composer_speedups.tasks.labels import ClassOfText
 
 ROWS = [(f"text number {i}, with a comma", ["good", "bad", "ugly"][i % 3]) for i in range(60)]
 
@@ -108,7 +109,7 @@ def test_rows_without_text_or_label_are_dropped_and_counted(tmp_path: Path):
 
 def test_mlm_needs_no_labels(tmp_path: Path):
     path = write_csv(tmp_path / "a.csv", [(t,) for t, _ in ROWS], ("text",))
-    texts = files.read(str(path), label_column=None)
+    texts = files.read(str(path), labels=None)
     assert len(texts.train) + len(texts.evaluation) == 60 and set(texts.train_labels) == {0}
 
 
@@ -231,11 +232,11 @@ def write_imdb(path: Path) -> Path:
 
 
 def test_imdb_from_the_folder_of_the_archive(tmp_path: Path):
-    texts = imdb.read(str(write_imdb(tmp_path)), 8, None, 0, labelled=True)
+    texts = imdb.read(str(write_imdb(tmp_path)), 8, None, 0, ClassOfText())
     assert texts.label_names == ["neg", "pos"] and len(texts.train) == 8 and len(texts.evaluation) == 20
     assert all(f"a {label} film" in text for text, label in pairs(texts))
     assert all("train" in t for t in texts.train) and all("test" in t for t in texts.evaluation)
-    for_mlm = imdb.read(str(tmp_path), None, None, 0, labelled=False)
+    for_mlm = imdb.read(str(tmp_path), None, None, 0, None)
     assert "a film nobody has judged" in for_mlm.train and not any("http" in t for t in for_mlm.train)
 
 
@@ -243,7 +244,7 @@ def test_imdb_from_the_hubs_parquet_files(tmp_path: Path):
     write_parquet(tmp_path / "train-00000-of-00001.parquet", [(f"train {i}", i % 2) for i in range(20)])
     write_parquet(tmp_path / "test-00000-of-00001.parquet", [(f"test {i}", i % 2) for i in range(20)])
     write_parquet(tmp_path / "unsupervised-00000-of-00001.parquet", [("unsupervised", -1)])
-    texts = imdb.read(str(tmp_path), None, None, 0, labelled=True)
+    texts = imdb.read(str(tmp_path), None, None, 0, ClassOfText())
     assert texts.label_names == ["neg", "pos"] and len(texts.train) == len(texts.evaluation) == 20
     assert ("train 1", "pos") in pairs(texts)
 
@@ -253,7 +254,7 @@ def test_imdb_without_network_names_both_ways_out(monkeypatch, tmp_path: Path):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(TaskError, match=r"connect to it, or set task\.path to a local folder or parquet") as error:
-        imdb.read(None, 10, 10, 0, labelled=True)
+        imdb.read(None, 10, 10, 0, ClassOfText())
     assert "\n" not in str(error.value)
 
 
@@ -282,7 +283,7 @@ def test_labels_to_evaluate_on_that_training_never_sees(tmp_path) -> None:
     with pytest.raises(TaskError, match=message) as refused:
         files.read(train, eval_path=other)
     assert "\n" not in str(refused.value)
-    assert files.read(train, eval_path=other, label_column=None).evaluation, "masked tokens need no labels"
+    assert files.read(train, eval_path=other, labels=None).evaluation, "masked tokens need no labels"
 
     some = str(write_csv(tmp_path / "c.csv", [(f"held out {i}", "012"[i % 3]) for i in range(10)]))
     texts = files.read(train, eval_path=some)

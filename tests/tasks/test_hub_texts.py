@@ -100,6 +100,43 @@ def test_the_second_time_nothing_is_read_and_other_content_is(folder: Path, monk
     assert "number 5" in other.tokenizer.decode(other.train[0]["input_ids"]), "as many rows, and other texts"
 
 
+def test_lists_of_classes_have_their_names(tmp_path: Path) -> None:
+    """Of words, as the sets of named entities have them, and several of a text, as those of emotions."""
+    tags = datasets.Sequence(datasets.ClassLabel(names=["O", "B-PER", "B-LOC"]))
+    moods = datasets.Sequence(datasets.ClassLabel(names=["joy", "anger"]))
+    words = datasets.Sequence(datasets.Value("string"))
+    features = datasets.Features({"tokens": words, "tags": tags, "text": datasets.Value("string"), "moods": moods})
+    values = {
+        "tokens": [["Ada", "saw", "Rome", f"{i}"] for i in range(40)],
+        "tags": [[1, 0, 2, -100 if i % 2 else 0] for i in range(40)],
+        "text": [f"text {i}" for i in range(40)],
+        "moods": [[0, 1][: i % 3] for i in range(40)],
+    }
+    folder = tmp_path / "lists"
+    folder.mkdir()
+    datasets.Dataset.from_dict(values, features=features).to_parquet(folder / "train.parquet")
+    found = texts(folder, objective="token_classification", text_column="tokens", label_column="tags")
+    assert found.label_names == ["O", "B-PER", "B-LOC"]
+    for text, labels in zip(found.train, found.train_labels, strict=True):
+        assert text.startswith("Ada saw Rome ") and labels == [1, 0, 2, -100 if int(text.split()[-1]) % 2 else 0]
+    found = texts(folder, objective="multi_label", text_column="text", label_column="moods")
+    assert found.label_names == ["joy", "anger"]
+    for text, labels in zip(found.train, found.train_labels, strict=True):
+        assert labels == [[0, 0], [1, 0], [1, 1]][int(text.split()[-1]) % 3]
+    with pytest.raises(
+        TaskError,
+        match=r"holds a list, not one word or number: .*task\.objective=multi_label or token_classification, for",
+    ):
+        texts(folder, text_column="text", label_column="moods")
+
+
+def test_a_score_is_a_number(folder: Path) -> None:
+    found = texts(folder, objective="regression", label_column="score")
+    assert found.label_names == ["score"]
+    for text, score in zip(found.train, found.train_labels, strict=True):
+        assert score == pytest.approx(int(text.split()[3]) / 7)
+
+
 def test_without_a_split_for_it_a_tenth_is_kept_to_evaluate_on(folder: Path) -> None:
     for name in ("validation", "test"):
         (folder / "data" / f"{name}-00000-of-00001.parquet").unlink()

@@ -83,8 +83,9 @@ def test_several_things_in_a_cell_are_refused(tmp_path: Path, write: Any, cell: 
     path = write(tmp_path, labels=labels)
     said = refused(path)
     assert f"'{path}' {first}: column 'label' holds a {kind}, not one word or number" in said
-    assert said.endswith("or name another task.label_column")
-    assert files.read(path, label_column=None).train, "masked tokens need no labels"
+    hint = ", or task.objective=multi_label or token_classification, for which it may" if kind == "list" else ""
+    assert said.endswith(f"or name another task.label_column{hint}")
+    assert files.read(path, labels=None).train, "masked tokens need no labels"
 
 
 def test_a_line_is_told_as_an_editor_counts_it(tmp_path: Path) -> None:

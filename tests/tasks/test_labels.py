@@ -1,0 +1,236 @@
+"""Objectives beyond a class a text: several classes, a number, a class a word; from a file to what is measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from pydantic import ValidationError
+
+from composer_speedups.errors import TaskError
+from composer_speedups.recipes import load_recipe
+from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task, files
+from composer_speedups.tasks.labels import ClassOfWords, Number, SeveralClasses
+from composer_speedups.tasks.objectives import OBJECTIVES
+from composer_speedups.training.run import run
+
+SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+MODEL = ModelSpec(pretrained=False, config=SMALL)
+WORDS = ["cat", "dog", "bird", "fish", "Rome", "Paris", "river"]
+CLASSES = ["animal", "place"]
+
+
+def words(row: int) -> list[str]:
+    return [WORDS[(row * 5 + i * i) % len(WORDS)] for i in range(3 + row % 5)] + [f"{row}x{row}"]
+
+
+def of_words(row: int) -> list[str]:
+    return ["animal" if WORDS.index(word) < 4 else "place" for word in words(row)[:-1]] + ["O"]
+
+
+def several(row: int) -> list[str]:
+    return [name for name, of in zip(CLASSES, ({"cat", "dog"}, {"Rome", "Paris"}), strict=True) if of & {*words(row)}]
+
+
+def number(row: int) -> float:
+    return of_words(row).count("animal") / len(words(row))
+
+
+LABELS = {"multi_label": several, "regression": number, "token_classification": of_words}
+
+
+def written(folder: Path, objective: str, form: str, rows: int = 80) -> Path:
+    """A file of texts with labels of that objective."""
+    lists = objective == "token_classification"
+    texts = [words(row) if lists else " ".join(words(row)) for row in range(rows)]
+    labels = [LABELS[objective](row) for row in range(rows)]
+    path = folder / f"{objective}.{form}"
+    if form == "jsonl":
+        lines = [json.dumps({"text": text, "label": label}) for text, label in zip(texts, labels, strict=True)]
+        path.write_text("\n".join(lines))
+    elif form == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts, "label": labels}), path)
+    else:
+        between = " " if lists else ","
+        cells = [between.join(label) if isinstance(label, list) else str(label) for label in labels]
+        texts = [" ".join(text) if lists else text for text in texts]
+        path.write_text("\n".join(["text\tlabel", *(f"{a}\t{b}" for a, b in zip(texts, cells, strict=True))]))
+    return path
+
+
+def spec(path: Path, objective: str, **changes: Any) -> TaskSpec:
+    usual = {"name": "text", "path": str(path), "max_length": 32, "vocabulary": 300, "padding": "longest"}
+    return TaskSpec(**(usual | {"objective": objective} | changes))
+
+
+def test_every_objective_of_the_recipes_is_known() -> None:
+    assert set(get_args(TaskSpec.model_fields["objective"].annotation)) == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "tsv"])
+@pytest.mark.parametrize("objective", LABELS)
+def test_labels_are_those_of_the_file(tmp_path: Path, objective: str, form: str) -> None:
+    texts = files.read(str(written(tmp_path, objective, form)), labels=OBJECTIVES[objective].labels)
+    assert texts.label_names == {"regression": ["label"], "multi_label": CLASSES}.get(objective, ["O", *CLASSES])
+    assert len(texts.train) == 72 and len(texts.evaluation) == 8 and not texts.notes
+    for text, label in zip(texts.train, texts.train_labels, strict=True):
+        row = int(text.split()[-1].partition("x")[0])
+        expected = LABELS[objective](row)
+        if objective == "multi_label":
+            assert label == [int(name in expected) for name in CLASSES]
+        elif objective == "token_classification":
+            assert text.split(" ") == words(row) and [texts.label_names[n] for n in label] == expected
+        else:
+            assert label == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("objective", LABELS)
+def test_the_models_loss_is_the_objectives_own(tmp_path: Path, objective: str) -> None:
+    task = build_task(spec(written(tmp_path, objective, "jsonl"), objective), MODEL, seed=0)
+    model = build_model(MODEL, task, seed=0).double()
+    batch = task.collate_train([task.train[i] for i in range(12)])
+    batch["labels"] = batch["labels"].double() if batch["labels"].is_floating_point() else batch["labels"]
+    out, labels = model(**batch), batch["labels"]
+    if objective == "regression":
+        expected = ((out.logits[:, 0] - labels) ** 2).mean()
+    elif objective == "multi_label":
+        likely = torch.sigmoid(out.logits)
+        expected = -(labels * likely.log() + (1 - labels) * (1 - likely).log()).mean()
+    else:
+        asked = labels != -100
+        expected = -out.logits.log_softmax(-1)[asked].gather(-1, labels[asked][:, None]).mean()
+    torch.testing.assert_close(out.loss, expected)
+    assert model.config.id2label == dict(enumerate(task.label_names))
+
+
+def test_the_first_token_of_each_word_has_its_label(tmp_path: Path) -> None:
+    objective = "token_classification"
+    path = written(tmp_path, objective, "jsonl", rows=400)  # more words than the vocabulary holds
+    task = build_task(spec(path, objective, max_length=9), MODEL, seed=0)
+    cut = split = 0
+    for n in range(len(task.train)):
+        sample = task.train[n]
+        ids, labels = sample["input_ids"].tolist(), sample["label"].tolist()
+        pieces = task.tokenizer.convert_ids_to_tokens(ids)
+        cut, split = cut + (len(ids) == 9), split + any(piece.startswith("##") for piece in pieces)
+        begins = [not piece.startswith("##") and piece not in ("[CLS]", "[SEP]") for piece in pieces]
+        # "7x7" is no word of letters, but tokenizers cut it at white space alone: one word, of several pieces.
+        assert [label != -100 for label in labels] == begins, pieces
+        known = {"Rome", "Paris", "river"}
+        for piece, label in zip(pieces, labels, strict=True):
+            if piece in WORDS:
+                assert task.label_names[label] == ("place" if piece in known else "animal")
+    assert cut and split, "both happened"
+    batch = task.collate_train([task.train[i] for i in range(6)])
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+    assert task.classes.keys() == {"O", *CLASSES} and sum(task.classes.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("recipe", ["cpu/fp32", "cpu/fastest_fp32"])
+@pytest.mark.parametrize("objective", LABELS)
+def test_recipes_train_every_objective_and_measure_it(tmp_path: Path, objective: str, recipe: str) -> None:
+    path = written(tmp_path, objective, "jsonl", rows=200)
+    task = {"name": "text", "path": str(path), "objective": objective, "max_length": 32, "vocabulary": 300}
+    changes = [f"task={json.dumps(task)}", f"model={MODEL.model_dump_json()}", "batch_size=8", "duration=5ep"]
+    changes += ["learning_rate=3e-3", "schedule.name=constant", "schedule.warmup=0ba"]
+    if objective == "token_classification" and recipe != "cpu/fp32":
+        changes.append("speedups.last_layer_subset=null")  # all tokens are read
+    made = load_recipe(recipe, changes)
+    result = run(made, save=tmp_path / "saved")
+    assert result.status == "ok" and result.finite and math.isfinite(result.eval_loss)
+    assert result.losses[-1] < 0.8 * result.losses[0]
+    model = getattr(transformers, OBJECTIVES[objective].head).from_pretrained(tmp_path / "saved").eval()
+    loss, right = measured_again(model, made.task, objective)
+    assert result.eval_loss == pytest.approx(loss, rel=1e-4)
+    if objective == "regression":
+        assert result.eval_r2 == pytest.approx(right, abs=1e-4)
+        assert result.eval_accuracy is None and result.eval_majority is None and result.classes == {}
+    else:
+        assert result.eval_accuracy == pytest.approx(right, abs=1e-6)
+        assert result.eval_r2 is None and 0.3 < result.eval_majority < 1
+        assert result.eval_accuracy > result.eval_majority, "it learnt something"
+
+
+def measured_again(model: torch.nn.Module, task: TaskSpec, objective: str) -> tuple[float, float]:
+    """Loss and share of right answers, or of variance explained, in float64, text by text."""
+    data = build_task(task, MODEL, seed=0)
+    losses, right, values = [], [], []
+    for n in range(len(data.evaluation)):
+        batch = data.collate_eval([data.evaluation[n]])
+        with torch.no_grad():
+            logits = model(batch["input_ids"], batch["attention_mask"]).logits.double()
+        labels = batch["labels"]
+        if objective == "regression":
+            values.append((logits.item(), labels.item()))
+        elif objective == "multi_label":
+            losses += torch.nn.functional.binary_cross_entropy_with_logits(
+                logits, labels.double(), reduction="none"
+            ).flatten().tolist()  # fmt: skip
+            right += ((logits > 0) == (labels > 0)).flatten().tolist()
+        else:
+            kept = labels[0] != -100
+            losses += torch.nn.functional.cross_entropy(logits[0][kept], labels[0][kept], reduction="none").tolist()
+            right += (logits[0][kept].argmax(-1) == labels[0][kept]).tolist()
+    if objective == "regression":
+        answers, wanted = np.array(values).T
+        residual = ((answers - wanted) ** 2).mean()
+        return residual, 1 - residual / wanted.var()
+    return float(np.mean(losses)), float(np.mean(right))
+
+
+@pytest.mark.parametrize(
+    ("objective", "rows", "expected"),
+    [
+        ("regression", ["a\t1", "b\t1,5"], "holds '1,5', which is no number: write one with a decimal point"),
+        ("regression", ["a\t1", "b\tinf"], "holds 'inf', which is no number"),
+        ("regression", ["a\t1", "b\t1e39"], "holds '1e39', which is no number"),
+        ("regression", ["a\t2", "b\t2.0"], "holds one number only, 2: there is nothing to learn"),
+        ("multi_label", ["a\tx", "b\tx,"], "holds one label only, 'x'"),
+        ("multi_label", ["a\t", "b\t,"], "holds no label: classification needs two"),
+        ("token_classification", ["a b\tX O", "c d\tX"], "the text 'c d' has 2 words and 1 labels"),
+        ("token_classification", ["a b\tO O", "c d\tO O"], "holds one label only, 'O'"),
+    ],
+)
+def test_what_cannot_be_learnt_is_said_with_the_value(
+    tmp_path: Path, objective: str, rows: list[str], expected: str
+) -> None:
+    path = tmp_path / "few.tsv"
+    path.write_text("\n".join(["text\tlabel", *rows]))
+    with pytest.raises(TaskError, match=expected.replace("(", r"\(")):
+        files.read(str(path), labels=OBJECTIVES[objective].labels)
+
+
+@pytest.mark.parametrize("name", ["docstrings", "imdb"])
+@pytest.mark.parametrize("objective", LABELS)
+def test_tasks_of_one_class_a_text_have_no_other_labels(name: str, objective: str) -> None:
+    with pytest.raises(ValidationError, match=f"has one class a text: objective {objective} needs text, hub, dummy"):
+        TaskSpec(name=name, objective=objective)
+
+
+def test_lists_and_cells_mean_the_same() -> None:
+    assert SeveralClasses().items("\x1fred, not blue\x1fsky") == ["red, not blue", "sky"]
+    assert SeveralClasses().items("red, sky,") == ["red", "sky"]
+    assert SeveralClasses().cleaned(" a ", "\x1fsky")[1] == "\x1fsky", "of one item, too"
+    one, other = ClassOfWords().cleaned("\x1fNew York\x1f\x1fis", "\x1fB\x1fX\x1f")
+    assert one.split(" ") == ["New\xa0York", "is"] and other == "B -100", "a word of nothing is none, and has no label"
+    assert ClassOfWords().encoded("B -100 O", {"B": 1, "O": 0}) == [1, -100, 0]
+    assert Number().encoded("1e3", {}) == 1000.0
+
+
+@pytest.mark.parametrize("objective", LABELS)
+def test_random_tokens_have_such_labels(objective: str) -> None:
+    dummy = TaskSpec(name="dummy", objective=objective, num_labels=3, max_length=16, vocabulary=300, train_samples=20)
+    task = build_task(dummy, MODEL, seed=0)
+    batch = task.collate_train([task.train[i] for i in range(4)])
+    shape = {"regression": (4,), "multi_label": (4, 3), "token_classification": (4, 16)}[objective]
+    assert batch["labels"].shape == shape
+    assert torch.isfinite(build_model(MODEL, task)(**batch).loss)
