@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.ablation.names import short_names
+from composer_speedups.ablation.pairs import speed_key
 from composer_speedups.ablation.row import Row
-from composer_speedups.ablation.rows import speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, compare_speed
 from composer_speedups.recipes.schema import DESCRIPTIVE, flattened
 from composer_speedups.recipes.yaml import inline
@@ -32,9 +32,8 @@ def compare(one: Findings, other: Findings) -> list[dict[str, Any]]:
     rows = []
     for name in dict.fromkeys([*first, *second]):
         a, b = first.get(name), second.get(name)
-        key = speed_key((other if b else one).recipes[name])
-        if not (_by_seed(a, key) and _by_seed(b, key)):
-            key = "samples_per_second"
+        recipes = [found.recipes[name] for found in (one, other) if name in found.recipes]
+        key = speed_key(recipes, lambda key, rows=(a, b): all(_by_seed(row, key) for row in rows))
         ratio = compare_speed(_by_seed(b, key), _by_seed(a, key))
         rows.append(
             {

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from composer_speedups.ablation.pairs import apart, by_seed
-from composer_speedups.ablation.rows import speed_key
+from composer_speedups.ablation.pairs import apart, by_seed, speed_key
 from composer_speedups.ablation.statistics import CONFIDENCE, Noise, compare_speed, pooled_noise
 from composer_speedups.ablation.store import Run
 from composer_speedups.recipes.schema import DESCRIPTIVE
@@ -77,7 +76,7 @@ def interactions(recipes: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], 
     """
     base = recipes[baseline]
     switches = {name: _switches(recipe, base) for name, recipe in recipes.items()}
-    measured = {name: by_seed(_of(runs, name), speed_key(recipe)) for name, recipe in recipes.items()}
+    measured = {name: by_seed(_of(runs, name), speed_key([recipe])) for name, recipe in recipes.items()}
     noise = pooled_noise({name: found for name, found in measured.items() if found})
     pairs = [name for name, keys in switches.items() if len(keys) == 2]
     fair = {name for name in pairs if _settings(recipes[name]) == _settings(base)}
@@ -95,7 +94,9 @@ def interactions(recipes: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], 
             singles += like[:1]
         if len(singles) == 2:
             rows = (pair, singles[0], singles[1], baseline)
-            four = _four(runs, rows, speed_key(recipes[pair]))
+            of = [_of(runs, name) for name in rows]
+            key = speed_key((recipes[n] for n in rows), lambda key, of=of: all(by_seed(some, key) for some in of))
+            four = [by_seed(some, key) for some in of]
             one = _judged(rows, four, _apart(runs, rows), noise and noise.of(*rows), comparable)
             found += [one] if one is not None else []
     return found
@@ -148,12 +149,6 @@ def _switches(recipe: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in recipe.items() if key not in _OWN}
-
-
-def _four(runs: Sequence[Run], rows: Sequence[str], key: str) -> list[dict[int, float]]:
-    """Speed by seed of each row, all in the pair's unit; in samples/s where one of them lacks that."""
-    found = [by_seed(_of(runs, name), key) for name in rows]
-    return found if all(found) else [by_seed(_of(runs, name), "samples_per_second") for name in rows]
 
 
 def _apart(runs: Sequence[Run], rows: Sequence[str]) -> set[int]:

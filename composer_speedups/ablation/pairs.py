@@ -1,4 +1,5 @@
-"""Whether two runs of one seed were made side by side, and how fast one would have been alone on the machine.
+"""How two runs of one seed are compared: in which unit, whether they were made side by side, and how fast one would
+have been alone on the machine.
 
 Runs are paired by their seed because a round's runs are made one after the other. They are not where a row that had
 failed is made again a day later, or where a study was stopped in the middle of a round: then their ratio tells of two
@@ -7,12 +8,16 @@ days of a machine as much as of two recipes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from composer_speedups import registry
 from composer_speedups.ablation.store import Run
 from composer_speedups.isolation.contention import NOTABLE
 
-__all__ = ["apart", "by_seed", "undisturbed", "waited"]
+__all__ = ["SAMPLES", "TOKENS", "apart", "by_seed", "speed_key", "undisturbed", "waited"]
+
+SAMPLES, TOKENS = "samples_per_second", "real_tokens_per_second"
 
 _LONGEST = 3600.0  # seconds between two runs of a pair in which the study did nothing
 _OVERLAPPED = 0.5  # of its speed another run beside it may have taken; how much it did, nobody has measured
@@ -50,6 +55,17 @@ def by_seed(runs: Iterable[Run], key: str) -> dict[int, float]:
     none."""
     values = {run.seed: run.result.get(key) for run in runs if run.status == "ok"}
     return {seed: float(value) for seed, value in values.items() if isinstance(value, (int, float)) and value > 0}
+
+
+def speed_key(recipes: Iterable[Mapping[str, Any]], measured: Callable[[str], bool] = lambda key: True) -> str:
+    """The field of results in which recipes are compared: samples/s, or real tokens/s as soon as one regroups samples.
+
+    A batch of such a recipe holds other lengths than one of the others. `measured` says whether all have a field, as
+    tokens are not counted everywhere.
+    """
+    regrouping = registry.regrouping()
+    regroups = any(regrouping & (recipe.get("speedups") or {}).keys() for recipe in recipes)
+    return TOKENS if regroups and measured(TOKENS) else SAMPLES
 
 
 def waited(run: Run) -> float:

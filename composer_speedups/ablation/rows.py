@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from composer_speedups import registry
-from composer_speedups.ablation.pairs import apart, by_seed, undisturbed, waited
+from composer_speedups.ablation.pairs import SAMPLES, apart, by_seed, speed_key, undisturbed, waited
 from composer_speedups.ablation.quality import compare_quality
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import Noise, Ratio, compare_speed, median_interval, pooled_noise
@@ -17,7 +16,7 @@ from composer_speedups.ablation.store import OPEN, Run
 from composer_speedups.measurement.results import INSIDE, NO_FUSED_KERNEL
 from composer_speedups.recipes.schema import DESCRIPTIVE
 
-__all__ = ["build_rows", "precision", "speed_key"]
+__all__ = ["build_rows", "precision"]
 
 # Fields of a run whose median over the seeds is the row's.
 _MEDIANS = (
@@ -58,7 +57,7 @@ def build_rows(
         by_recipe[run.recipe].append(run)
     base = _good(by_recipe.get(baseline, []))
     noise = pooled_noise(
-        {name: by_seed(good.values(), speed_key(recipes[name])) for name, r in by_recipe.items() if (good := _good(r))}
+        {n: by_seed(good.values(), speed_key([recipes[n]])) for n, r in by_recipe.items() if (good := _good(r))}
     )
     rows = []
     for name, recipe in recipes.items():
@@ -68,7 +67,8 @@ def build_rows(
         row["precision"] = precision(recipe, hardware)
         row["mfu"] = _mfu(good, (peaks or {}).get(row["precision"]))
         row["apart"] = apart(good, base, runs)
-        row |= _speed(good, base, row, noise and noise.of(name, baseline), speed_key(recipe))
+        key = _common_key(recipes, (name, baseline), good, base)
+        row |= _speed(good, base, row, noise and noise.of(name, baseline), key)
         row |= _quality(good, base, name == baseline)
         rows.append(row)
     for row in rows:
@@ -76,7 +76,7 @@ def build_rows(
         shown, speeds = "not judged", [{}, {}]
         if reference is not None:
             names = (row["recipe"], reference["recipe"])
-            speeds = _paired_speeds(names, "samples_per_second", by_recipe)
+            speeds = _paired_speeds(names, SAMPLES, by_recipe)
             shown = compare_speed(*speeds, noise and noise.of(*names)).verdict
         row |= _break_even(row, reference if all(speeds) else None, speeds, shown)
         row["alike"] = [
@@ -98,8 +98,7 @@ def _shown_faster(
     row: Row, other: Row, recipes: Mapping[str, Any], by_recipe: Mapping[str, Sequence[Run]], noise: Noise | None
 ) -> bool:
     names = (row["recipe"], other["recipe"])
-    keys = {speed_key(recipes[name]) for name in names}
-    key = "samples_per_second" if len(keys) == 1 and "samples_per_second" in keys else "real_tokens_per_second"
+    key = _common_key(recipes, names, *(_good(by_recipe[name]) for name in names))
     speeds = _paired_speeds(names, key, by_recipe)
     return compare_speed(*speeds, noise and noise.of(*names)).verdict == "faster"
 
@@ -111,10 +110,9 @@ def _paired_speeds(names: Sequence[str], key: str, by_recipe: Mapping[str, Seque
     return [{s: speed for s, speed in by_seed(of.values(), key).items() if s not in left_out} for of in (one, other)]
 
 
-def speed_key(recipe: Mapping[str, Any]) -> str:
-    """The field of a result by which a recipe's speed is compared: samples/s, or real tokens/s if it regroups them."""
-    regroups = registry.regrouping() & (recipe.get("speedups") or {}).keys()
-    return "real_tokens_per_second" if regroups else "samples_per_second"
+def _common_key(recipes: Mapping[str, Any], names: Sequence[str], *good: Mapping[int, Run]) -> str:
+    """The field by which the speeds of these recipes are compared, whose runs that ended well are `good`."""
+    return speed_key((recipes[n] for n in names), lambda key: all(by_seed(runs.values(), key) for runs in good))
 
 
 def precision(recipe: Mapping[str, Any], hardware: str) -> str:
@@ -236,8 +234,6 @@ def _speed(
         return _speed_fields(value, None, verdict, "", None)
     if not good:
         return _speed_fields(None, None, "not judged", "", None)
-    if not by_seed(base.values(), key):
-        key = "samples_per_second"
     own, its = ({s: run for s, run in runs.items() if s not in row["apart"]} for runs in (good, base))
     ratio = compare_speed(by_seed(own.values(), key), by_seed(its.values(), key), noise)
     if row["apart"] and ratio.verdict == "not judged":

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["local_attention", "model_flops", "pairs_within"]
+__all__ = ["COUNTED", "local_attention", "model_flops", "pairs_within"]
+
+# By `config.model_type`: families whose count here is PyTorch's own. Others have products that this does not know, as
+# convolutions, bottlenecks, or attention to other tokens than all; for them a wrong MFU would be worse than none.
+COUNTED = frozenset({
+    "albert", "bert", "camembert", "data2vec-text", "deberta-v2", "distilbert", "electra", "ernie", "esm", "flaubert",
+    "gpt2", "layoutlm", "megatron-bert", "modernbert", "mpnet", "rembert", "roberta", "roberta-prelayernorm",
+    "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl",
+})  # fmt: skip
 
 
 def model_flops(
@@ -20,8 +28,8 @@ def model_flops(
     squared_lengths: float,
     predicted: float = 0.0,
     local_pairs: float | None = None,
-) -> float:
-    """FLOPs of one training step (forward and backward).
+) -> float | None:
+    """FLOPs of one training step (forward and backward); None for families that are not `COUNTED`.
 
     Args:
         model: a Hugging Face encoder with a head.
@@ -36,6 +44,8 @@ def model_flops(
         squared_lengths` (`local_pairs` in layers that see a window), and `6 * predicted * weights of the head`.
         DeBERTa's attention has up to two products more for each pair, with its distance: half as much again each.
     """
+    if getattr(model.config, "model_type", None) not in COUNTED:
+        return None
     base = getattr(model, "base_model", model)
     layers = getattr(model.config, "num_hidden_layers", 0)
     width = getattr(model.config, "hidden_size", 0)

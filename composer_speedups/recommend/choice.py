@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.ablation.pairs import speed_key
 from composer_speedups.ablation.row import Row
-from composer_speedups.ablation.rows import speed_key
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
@@ -140,10 +140,9 @@ def screen(rows: Sequence[Row], candidates: Sequence[Candidate], ground: str) ->
             found.reject(name, "not judged: what it was to be compared with did not run", told=False)
         else:
             found.told = True
-            key = speed_key({"speedups": {one["key"]: one["arguments"]}})
             measured = of_ground if is_ground else [row]
-            if not all(r.get(key) for r in (*measured, *references)):
-                key = "samples_per_second"
+            added, compared = {"speedups": {one["key"]: one["arguments"]}}, (*measured, *references)
+            key = speed_key([added], lambda key, of=compared: all(row.get(key) for row in of))
             speed, reference = (statistics.median(r[key] for r in them) for them in (measured, references))
             gain = speed / reference
             if gain >= _GAIN:

@@ -260,7 +260,8 @@ class _Work:
         run = self.budget.seconds(rows[0])
         count = max(_SEEDS[0], min(_SEEDS[1], int(left / (run * len(rows))))) if run else _SEEDS[0]
         # What was stopped goes on as it was begun.
-        seeds = planned_seeds(folder) if stored else [(self.base.seed + n) % 2**32 for n in range(count)]
+        seeds = planned_seeds(folder) if stored else []  # none, if it was killed before it had planned them
+        seeds = seeds or [(self.base.seed + n) % 2**32 for n in range(count)]
         self.console.print("\n[bold]Study[/]: the best of them together, repeated and interleaved")
         for row in rows:
             if row.description != row.name:

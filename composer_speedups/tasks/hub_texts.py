@@ -30,6 +30,8 @@ def load(spec: TaskSpec) -> DatasetDict:
     assert spec.path is not None
     folder = os.path.expanduser(spec.path)
     if os.path.isdir(folder):
+        if spec.revision is not None:
+            raise TaskError(f"task.revision is of data sets on the hub, and {spec.path!r} is a folder: remove it")
         return _loaded(spec.path, folder, "give a folder that it reads, or task.name=text", spec.subset)
     otherwise = "set task.path to a local folder"
     return load_from_hub(spec.path, otherwise, spec.subset, spec.revision)
@@ -39,10 +41,20 @@ def load_from_hub(name: str, otherwise: str, subset: str | None = None, revision
     """The data set `name` with all its splits; `otherwise` says what else to do where it cannot be had."""
     import datasets
 
-    kept = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___") / (subset or "")
+    owner, _, own = name.rpartition("/")
+    folder = "___".join(filter(None, (owner, datasets.naming.camelcase_to_snakecase(own))))
+    kept = Path(datasets.config.HF_DATASETS_CACHE) / folder / (subset or "")
     if not kept.exists() and (why := hub.unreachable()):
         raise TaskError(f"{name} cannot be had from the Hugging Face hub ({why}): connect to it, or {otherwise}")
-    return _loaded(name, name, f"check its name, or {otherwise}", subset, revision)
+    found = _loaded(name, name, f"check its name, or {otherwise}", subset, revision)
+    # Without the hub `datasets` takes what was used last, whatever revision is asked for.
+    there = {Path(file["filename"]).parent.name for part in found.values() for file in part.cache_files}
+    if revision is not None and there != {revision} and (why := hub.unreachable()):
+        raise TaskError(
+            f"revision {revision!r} of {name} cannot be told from others without the Hugging Face hub ({why}): connect "
+            f"to it, or name the commit that is in the cache ({', '.join(sorted(there))})"
+        )
+    return found
 
 
 def _loaded(name: str, place: str, remedy: str, subset: str | None = None, revision: str | None = None) -> DatasetDict:
@@ -79,14 +91,17 @@ def read(data: DatasetDict, spec: TaskSpec) -> Texts:
     if apart is not None:
         splits[_split(data, spec, "eval_split", apart)] = "evaluation"
     rows: list[Row] = []
+    read = 1.0
     for n, (name, part) in enumerate(splits.items()):
-        asked = spec.eval_samples if part == "evaluation" else spec.train_samples
         told = None if apart is None else part
-        rows += _rows(data[name], spec, name, columns, told, asked, spec.data_seed + n)
+        some = _some(data[name], _looked_at(spec, told), spec.data_seed + n)
+        rows += _rows(some, spec, name, columns, told)
+        if part == "train":
+            read = some.num_rows / max(1, data[name].num_rows)
     order = None if labels is None else class_names(data[spec.train_split].features[spec.label_column])
     return split(
         rows, spec.path, labels=labels, label_column=spec.label_column, train=spec.train_samples,
-        evaluation=spec.eval_samples, seed=spec.data_seed, order=order or (),
+        evaluation=spec.eval_samples, seed=spec.data_seed, order=order or (), read=read,
         remedy="name others by task.train_split or eval_split",
     )  # fmt: skip
 
@@ -104,16 +119,25 @@ def _split(data: DatasetDict, spec: TaskSpec, key: str, name: str) -> str:
     return name
 
 
-def _rows(
-    data: Dataset, spec: TaskSpec, name: str, columns: dict[str, str], part: Part | None, asked: int | None, seed: int
-) -> Iterator[Row]:
+def _looked_at(spec: TaskSpec, part: Part | None) -> int | None:
+    """Of how many rows those of `part` are chosen; of None both, of which a tenth at most is to evaluate on."""
+    train, evaluation = spec.train_samples, spec.eval_samples
+    if part is None:
+        return None if train is None or evaluation is None else _DRAWN * (train + evaluation)
+    asked = evaluation if part == "evaluation" else train
+    return None if asked is None else _DRAWN * asked
+
+
+def _some(data: Dataset, count: int | None, seed: int) -> Dataset:
+    return data if count is None or count >= data.num_rows else data.select(pick(data.num_rows, count, seed))
+
+
+def _rows(data: Dataset, spec: TaskSpec, name: str, columns: dict[str, str], part: Part | None) -> Iterator[Row]:
     place = Path(f"{spec.path}, {name}")
     for key, column in columns.items():
         if column not in data.features:
             there = ", ".join(data.features)
             raise TaskError(f"{str(place)!r} has no column {column!r}: set task.{key} to one of {there}")
-    if asked is not None and data.num_rows > _DRAWN * asked:
-        data = data.select(pick(data.num_rows, _DRAWN * asked, seed))
     classes = {key: class_names(data.features[column]) for key, column in columns.items()}
     labels = OBJECTIVES[spec.objective].labels
     lists = () if labels is None else labels.in_lists

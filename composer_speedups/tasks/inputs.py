@@ -18,7 +18,7 @@ from composer_speedups.tasks import files
 
 __all__ = ["Mark", "changed", "data_of", "marks", "model_of", "read_by"]
 
-Kind = Literal["data", "model"]
+Kind = Literal["data", "hub", "model"]
 
 _PIECE = 2**20
 _PIECES = 256  # of a file that are read; a larger one is read in so many places: its size, too, tells of changes
@@ -30,7 +30,7 @@ class Mark:
     """What was at a path.
 
     Attributes:
-        kind: what it was read as, `data` or `model`.
+        kind: what it was read as: `data` of ours, a folder as of the `hub`, or a `model`.
         content: a digest of names, sizes and bytes; a copy with another time of change has the same.
         seen: a digest of names, sizes and times: while it is the same, nothing needs to be read.
     """
@@ -43,7 +43,8 @@ class Mark:
 def data_of(recipe: Mapping[str, Any]) -> dict[str, Kind]:
     """The files and folders that a recipe's task reads."""
     task = recipe.get("task") or {}
-    return {path: "data" for key in ("path", "eval_path") if (path := task.get(key)) is not None}
+    kind: Kind = "hub" if task.get("name") == "hub" else "data"
+    return {path: kind for key in ("path", "eval_path") if (path := task.get(key)) is not None}
 
 
 def model_of(recipe: Mapping[str, Any]) -> dict[str, Kind]:
@@ -86,6 +87,8 @@ def _files(path: str, kind: Kind) -> list[tuple[str, Path]]:
         return [("", root)]
     if kind == "data":
         inside = files.sources(root)
+    elif kind == "hub":  # `datasets` reads many kinds of files, and takes the card's word for which
+        inside = sorted(f for f in root.rglob("*") if f.is_file())
     else:
         inside = sorted(f for f in root.iterdir() if f.suffix in _MODEL and f.is_file())
     if not inside:

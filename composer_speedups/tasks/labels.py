@@ -67,7 +67,7 @@ class Labels(ABC):
         first = [name for name in order if name in found]
         others = found - set(first)
         try:
-            return first + sorted(others, key=int)
+            return first + sorted(others, key=lambda name: (int(name), name))  # "1" and "01": in one order always
         except ValueError:
             return first + sorted(others)
 

@@ -32,9 +32,6 @@ def records(file: Path, columns: list[str]) -> Iterator[tuple[int, dict[str, Any
                 reader = csv.DictReader(stream, delimiter="\t" if kind == ".tsv" else ",", strict=True)
                 names = reader.fieldnames or []
                 _need(file, columns, names)
-                for name in columns:
-                    if names.count(name) > 1:
-                        raise TaskError(f"{str(file)!r} has more than one column {name!r}: rename all but one")
                 for row in reader:
                     if None in row:  # fields beyond the header: a comma in a text would give the rest as its label
                         raise TaskError(
@@ -84,7 +81,7 @@ def as_text(value: Any, file: Path, number: int, key: str, column: str, lists: b
     With `lists` it may hold a list of such.
     """
     if type(value) is str:
-        return as_class(value) if key == "label_column" and file.suffix.lower() in (".csv", ".tsv") else value
+        return as_class(value.strip()) if key == "label_column" and file.suffix.lower() in (".csv", ".tsv") else value
     if value is None or value != value:  # NaN is how pandas writes what is missing
         return ""
     place = f"{str(file)!r} {'line' if file.suffix.lower() in LINES else 'row'} {number}: column {column!r}"
@@ -128,6 +125,8 @@ def _parquet(file: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 def _need(file: Path, wanted: list[str], there: list[str], line: int | None = None) -> None:
     for column in wanted:
+        if there.count(column) > 1:
+            raise TaskError(f"{str(file)!r} has more than one column {column!r}: rename all but one")
         if column not in there:
             place = f"{str(file)!r}" + (f" line {line}" if line else "")
             remedy = "Set task.text_column, task.text_pair_column, task.label_column or task.split_column"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -69,6 +70,7 @@ def split(
     seed: int = 0,
     order: Sequence[str] = (),
     told_alike: Mapping[str, str] | None = None,
+    read: float = 1.0,
     remedy: str = "give more, or task.eval_path",
 ) -> Texts:
     """Texts to train and to evaluate on, at most as many as asked for, and notes on what was left out.
@@ -87,6 +89,7 @@ def split(
         seed: of the choice.
         order: labels in the order that they have where they are from; others follow.
         told_alike: other names for labels.
+        read: which share of the rows to train on that there are these are.
         remedy: what to do where one part has no text.
     """
     kept, notes = _cleaned(rows, source, labels)
@@ -94,7 +97,7 @@ def split(
     number = {name: i for i, name in enumerate(names)}
     ordered = sorted(((_chosen(row, seed, labels, number), row.part) for row in kept), key=lambda x: x[0][:4])
     told = any(row.part == "evaluation" for row in rows)
-    parts = _as_told(ordered) if told else _by_hash([chosen for chosen, _ in ordered], evaluation)
+    parts = _as_told(ordered) if told else _by_hash([chosen for chosen, _ in ordered], evaluation, notes)
     for part, what in (("train", "train"), ("evaluation", "evaluate")):
         if not parts[part]:
             raise TaskError(f"{source!r} leaves no text to {what} on ({len(kept):,} texts): {remedy}")
@@ -110,9 +113,8 @@ def split(
             f"{_some(frozenset().union(*new), names)}"
         )
     if train is not None and train < len(parts["train"]):
-        notes.append(
-            f"{train:,} of {len(parts['train']):,} texts to train on are used: task.train_samples=null takes all"
-        )
+        there = f"{len(parts['train']):,}" if read == 1.0 else f"about {round(len(parts['train']) / read):,}"
+        notes.append(f"{train:,} of {there} texts to train on are used: task.train_samples=null takes all")
     paired = any(row.pair is not None for row in kept)
     return Texts(
         train=[row.text for row in chosen_train],
@@ -168,13 +170,28 @@ def _as_told(ordered: Iterable[tuple[_Chosen, Part | None]]) -> dict[Part, list[
     return parts
 
 
-def _by_hash(ordered: Sequence[_Chosen], evaluation: int | None) -> dict[Part, list[_Chosen]]:
-    """A tenth to evaluate on, or fewer where fewer are asked for."""
+def _by_hash(ordered: Sequence[_Chosen], evaluation: int | None, notes: list[str]) -> dict[Part, list[_Chosen]]:
+    """A tenth to evaluate on, or fewer where fewer are asked for.
+
+    Equal texts stay on one side, those of which there are too many on that to train on.
+    """
     tenth = len(ordered) // 10
-    cut = max(1, tenth if evaluation is None else min(evaluation, tenth))
-    while cut < len(ordered) and ordered[cut].hash == ordered[cut - 1].hash:
-        cut += 1  # equal texts lie side by side: keep them on one side
-    return {"train": list(ordered[cut:]), "evaluation": list(ordered[:cut])}
+    wanted = max(1, tenth if evaluation is None else min(evaluation, tenth))
+    groups = [list(group) for _, group in itertools.groupby(ordered, key=lambda row: row.hash)]
+    parts: dict[Part, list[_Chosen]] = {"train": [], "evaluation": []}
+    for group in groups:
+        there = len(parts["evaluation"])
+        fits = there < wanted and there + len(group) <= 2 * wanted
+        parts["evaluation" if fits else "train"] += group
+    if not parts["evaluation"] and len(groups) > 1:
+        least = min(groups, key=len)
+        parts = {"train": [row for group in groups if group is not least for row in group], "evaluation": least}
+    if not wanted / 2 <= len(parts["evaluation"]) <= 2 * wanted:
+        notes.append(
+            f"{len(parts['evaluation']):,} of {len(ordered):,} texts are kept to evaluate on, not a tenth: equal texts "
+            "(of pairs, those with the same first text) stay on one side"
+        )
+    return parts
 
 
 def _check_labels(parts: Mapping[Part, Sequence[_Chosen]], names: Sequence[str], source: str) -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger("composer_speedups")
 
 DEFAULT_VOCABULARY = 8192
 _UNKNOWN = 0.02  # of the tokens: that many the tokenizer may not know without a word
-_CHECKS = 4  # raised when `files.read` learns to refuse or to tell more: a filled cache would not hear of it
+_CHECKS = 5  # raised when `files.read` learns to refuse or to tell more: a filled cache would not hear of it
 
 
 @dataclass

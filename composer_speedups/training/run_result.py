@@ -75,7 +75,7 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
             predicted = real * recipe.task.mlm_probability if task.objective == "mlm" else 0.0
             result.real_tokens_per_second = real / spent
             flops = model_flops(trainer._original_model.model, real, squares, predicted, local)
-            result.model_flops_per_second = flops / spent
+            result.model_flops_per_second = None if flops is None else flops / spent
         result.padding_share = 1 - real_of_all / padded if padded else None
     for metric in (state.eval_metrics.get("eval") or {}).values():
         if metric.update_called and not measurement.gave_up and not measurement.interrupted:  # else of an earlier step

@@ -16,6 +16,12 @@ __all__ = ["save_model"]
 
 log = logging.getLogger("composer_speedups")
 
+# What `from_pretrained` would read of another model that was there, and before what this one has, some of it.
+_READ = (
+    "model*.safetensors", "pytorch_model*.bin", "*.index.json", "adapter_*", "added_tokens.json", "merges.txt",
+    "special_tokens_map.json", "*.model", "tokenizer*.json", "vocab.*",
+)  # fmt: skip
+
 
 def save_model(model: Any, task: Task, folder: Path) -> None:
     """Write beside the folder first, then move file by file into it: no file there is ever half written.
@@ -33,8 +39,9 @@ def save_model(model: Any, task: Task, folder: Path) -> None:
             model.save_pretrained(beside)
             if task.tokenizer is not None:
                 task.tokenizer.save_pretrained(beside)
-            before = [folder / file.name for file in beside.iterdir() if (folder / file.name).exists()]
-            if not all(filecmp.cmp(path, beside / path.name, shallow=False) for path in before):
+            new = {file.name for file in beside.iterdir()}
+            before = [file for file in folder.iterdir() if file.name in new or _is_of_a_model(file)]
+            if not all(file.name in new and filecmp.cmp(file, beside / file.name, shallow=False) for file in before):
                 aside = free_name(folder / "model-old")
                 aside.mkdir()
                 for path in before:
@@ -44,3 +51,7 @@ def save_model(model: Any, task: Task, folder: Path) -> None:
                 os.replace(file, folder / file.name)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def _is_of_a_model(file: Path) -> bool:
+    return file.is_file() and any(file.match(pattern) for pattern in _READ)

@@ -85,6 +85,8 @@ def tune(
     """
     settings, console = settings or Settings(), console or Console()
     check_output(out, overwrite)
+    if settings.batch:
+        _refuse_budget(recipe)
     if settings.constant:
         _refuse_microbatches(recipe)
     if settings.rate:
@@ -145,6 +147,14 @@ def _refuse_microbatches(recipe: Recipe) -> None:
                 f"{key} takes the batch at once, so that there is no microbatch to search. Leave out "
                 f"--constant-effective-batch, or add speedups.{key}=null"
             )
+
+
+def _refuse_budget(recipe: Recipe) -> None:
+    if (budget := recipe.speedups.get("token_budget_batches", {}).get("tokens_per_batch")) is not None:
+        raise ConflictError(
+            f"token_budget_batches takes {budget:,} tokens a batch, whatever batch_size is, so that there is no batch "
+            "to search. Add --no-batch, or speedups.token_budget_batches.tokens_per_batch=null"
+        )
 
 
 def _asked(settings: Settings) -> dict[str, Any]:

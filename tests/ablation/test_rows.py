@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from composer_speedups.ablation.charts import _speeds, charts
+from composer_speedups.ablation.compare import compare
 from composer_speedups.ablation.drift import Drift
+from composer_speedups.ablation.output import Findings
 from composer_speedups.ablation.rows import build_rows
 from composer_speedups.ablation.store import Run
 from composer_speedups.ablation.tables import cell, csv_table, latex_table, markdown_table
@@ -36,6 +38,23 @@ def test_batches_of_like_lengths_are_judged_by_their_tokens(tokens: bool) -> Non
     assert rows["grouped"]["speedup"] == pytest.approx(2.0, rel=1e-3)
     assert rows["grouped"]["speed_verdict"] == ("faster" if tokens else "no difference shown")
     assert rows["other"]["speedup"] == pytest.approx(1.5)  # by samples, as its batches are the baseline's
+    if tokens:
+        rows = {row["recipe"]: row for row in build_rows(recipes, runs, "grouped")}
+        assert rows["base"]["speedup"] == pytest.approx(0.5, rel=1e-3), "also where the baseline is what regroups"
+        assert rows["other"]["speedup"] == pytest.approx(0.7, rel=1e-3)
+
+
+def test_two_studies_are_compared_in_one_unit_in_either_order() -> None:
+    def study(speedups: dict[str, dict], samples: float) -> Findings:
+        recipes = {"mine": {"speedups": speedups}}
+        runs = [run("mine", seed, samples + seed / 10, 10_000.0 + seed) for seed in (1, 2, 3)]
+        return Findings({}, {}, recipes, runs, build_rows(recipes, runs, "mine"), [], "")
+
+    plain, grouped = study({}, 100.0), study({"length_grouped_batches": {}}, 80.0)
+    for two in ((plain, grouped), (grouped, plain)):
+        (row,) = compare(*two)
+        assert (row["ratio_of"], row["verdict"]) == ("real_tokens_per_second", "no difference shown")
+        assert row["ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
 def compiled(seed: int, speed: float, seconds: float, hits: int, misses: int) -> Run:

@@ -91,6 +91,23 @@ def test_what_loses_quality_is_not_recommended(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.elsewhere
+def test_killed_before_it_had_planned_its_study_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    planned = Store.plan
+
+    def killed(store: Store, runs: list) -> None:
+        if store.path.parent == tmp_path / "out":  # and not its screening
+            raise KeyboardInterrupt
+        planned(store, runs)
+
+    monkeypatch.setattr(Store, "plan", killed)
+    found, _ = made(tmp_path / "out")
+    assert found.interrupted
+    monkeypatch.setattr(Store, "plan", planned)
+    found, _ = made(tmp_path / "out")
+    assert not found.interrupted and "unpadding" in found.recipe.speedups
+
+
+@pytest.mark.elsewhere
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Ctrl-C may come while one is being read
 @pytest.mark.parametrize("stop", [4, 14], ids=["in the screening", "in the study"])
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int):

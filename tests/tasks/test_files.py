@@ -78,6 +78,27 @@ def test_equal_texts_stay_on_one_side(tmp_path: Path):
         assert not set(texts.train) & set(texts.evaluation)
 
 
+@pytest.mark.parametrize("heavy", [0.3, 0.8], ids=["few texts", "one of most rows"])
+def test_texts_that_recur_often_do_not_take_the_tenth(tmp_path: Path, heavy: float):
+    """As of pairs, whose first texts are few: equal texts on one side would else be any share of the rows."""
+    rows = [(f"text {0 if i < 200 * heavy else i % 20}", "ab"[i % 2]) for i in range(200)]
+    path = str(write_csv(tmp_path / "a.csv", rows))
+    for seed in range(20):
+        texts = files.read(path, seed=seed)
+        assert 10 <= len(texts.evaluation) <= 40 and not set(texts.train) & set(texts.evaluation)
+        assert len(texts.train) + len(texts.evaluation) == 200 and not texts.notes
+
+
+def test_two_texts_alone_are_shared_and_it_is_told(tmp_path: Path):
+    rows = [(f"text {i % 10 == 0:d}", "ab"[i // 10 % 2]) for i in range(100)]
+    texts = files.read(str(write_csv(tmp_path / "a.csv", [*rows, *rows[:60]])))
+    assert (len(texts.train), len(texts.evaluation), texts.notes) == (144, 16, [])
+    half = [(f"text {i % 2}", "ab"[i // 2 % 2]) for i in range(100)]
+    texts = files.read(str(write_csv(tmp_path / "b.csv", half)))
+    assert (len(texts.train), len(texts.evaluation)) == (50, 50)
+    assert texts.notes[0].startswith("50 of 100 texts are kept to evaluate on, not a tenth: equal texts (of pairs")
+
+
 def test_a_seed_draws_others_and_numbers_are_bounds(tmp_path: Path):
     path = str(write_csv(tmp_path / "a.csv"))
     one, other = (files.read(path, train=10, evaluation=5, seed=s) for s in (1, 2))
@@ -120,6 +141,7 @@ def test_mlm_needs_no_labels(tmp_path: Path):
         (["10", "9", "x"], ["10", "9", "x"]),
         ([True, False, True], ["False", "True"]),
         ([0, -1, 1], ["-1", "0", "1"]),
+        (["1", "001", "01"], ["001", "01", "1"]),
     ],
 )
 def test_labels_are_numbered_in_order(tmp_path: Path, labels: list, names: list[str]):
@@ -140,6 +162,8 @@ def test_whole_numbers_are_the_same_classes_however_a_csv_writes_them(tmp_path: 
     rows = [(t, ["1.5", "-2.00", "v1.0"][i % 3]) for i, (t, _) in enumerate(ROWS)]
     write_csv(tmp_path / "c.tsv", rows, delimiter="\t")
     assert files.read(str(tmp_path / "c.tsv")).label_names == ["-2", "1.5", "v1.0"]
+    spaced = [(t, [" 1.0", "1", "0 "][i % 3]) for i, (t, _) in enumerate(ROWS)]
+    assert files.read(str(write_csv(tmp_path / "e.csv", spaced))).label_names == ["0", "1"]
     write_jsonl(tmp_path / "d.jsonl", [(t, f"{i % 2}.0") for i, (t, _) in enumerate(ROWS)])
     assert files.read(str(tmp_path / "d.jsonl")).label_names == ["0.0", "1.0"], "in quotes it is a name"
 

@@ -169,7 +169,17 @@ def test_of_many_rows_some_are_drawn_by_the_seed(folder: Path) -> None:
     assert one.train == same.train and one.train != other.train and len(one.train) == 40
     numbers = [int(text.split()[3]) for text in one.train + other.train]
     assert min(numbers) < 1100 and max(numbers) > 2100, "from all of it"
-    assert one.notes[-1].startswith("40 of 800 texts to train on are used")
+    assert one.notes[-1].startswith("40 of about 3,000 texts to train on are used")
+
+
+def test_what_is_evaluated_on_is_not_less_because_few_are_trained_on(folder: Path) -> None:
+    for name in ("validation", "test"):
+        (folder / "data" / f"{name}-00000-of-00001.parquet").unlink()
+    rows(3000).to_parquet(folder / "data" / "train-00000-of-00001.parquet")
+    for asked, there in ((200, 200), (None, 300)):
+        found = texts(folder, train_samples=10, eval_samples=asked)
+        assert (len(found.train), len(found.evaluation)) == (10, there)
+    assert found.notes == ["10 of 2,700 texts to train on are used: task.train_samples=null takes all"]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +226,21 @@ def test_what_the_library_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyP
     found = texts(Path("nyu-mll/glue"), subset="mrpc", revision="abc", text_pair_column="sentence2")
     assert asked == [(("nyu-mll/glue", "mrpc"), {"revision": "abc"})]
     assert len(found.train) == 60 and found.train_pairs is not None
+
+
+def test_what_is_in_the_cache_needs_no_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **more: real(str(folder)))
+    monkeypatch.setattr(hub, "unreachable", lambda: "HF_HUB_OFFLINE is set")
+    (tmp_path / "hf" / "SetFit___sent_eval-cr").mkdir(parents=True)  # as `datasets` writes capitals
+    name = Path("SetFit/SentEval-CR")
+    assert len(texts(name).train) == 60
+    commit = Path(real(str(folder))["train"].cache_files[0]["filename"]).parent.name
+    assert len(texts(name, revision=commit).train) == 60
+    with pytest.raises(TaskError, match=rf"revision 'main' of .* cannot be told .*in the cache \({commit}\)"):
+        texts(name, revision="main")
+    with pytest.raises(TaskError, match=r"task\.revision is of data sets on the hub, and .* is a folder: remove it"):
+        texts(folder, revision="main")
 
 
 def test_bad_specs_are_refused() -> None:

@@ -54,6 +54,22 @@ def test_of_a_folder_what_is_read(tmp_path: Path, kind: str):
     assert changed(known) == str(tmp_path)
 
 
+def test_of_a_folder_that_datasets_reads_every_file_counts(tmp_path: Path):
+    """JSON, arrow, images, what the card says: any of them may be its data."""
+    recipe = {"task": {"name": "hub", "path": str(tmp_path)}}
+    assert data_of(recipe) == {str(tmp_path): "hub"}
+    (tmp_path / "data").mkdir()
+    for name in ("data/train.json", "README.md"):
+        (tmp_path / name).write_text("one")
+    known = marks(data_of(recipe))
+    for name in ("data/train.json", "README.md"):
+        (tmp_path / name).write_text("two")
+        assert changed(known) == str(tmp_path)
+        (tmp_path / name).write_text("one")
+        assert changed(known) is None
+    assert marks(data_of({"task": {"name": "hub", "path": "stanfordnlp/none"}})) == {}, "a name of the hub"
+
+
 def test_of_a_large_file_places_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Seven of ten pieces: the first, the last, and some between them; and the length counts."""
     monkeypatch.setattr(inputs, "_PIECE", 10)

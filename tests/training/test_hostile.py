@@ -21,6 +21,7 @@ import torch
 from contract import bert
 from hostile import TINY, cli
 from small_disk import small_disk
+from transformers import BertConfig, BertForSequenceClassification
 
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.checkpoint_files import Damaged
@@ -354,6 +355,20 @@ def test_another_runs_model_is_kept(tmp_path, caplog) -> None:
         p.name for p in tmp_path.iterdir() if p.is_file() and p.name != "precious.txt"
     }
     assert f"is kept in {tmp_path / 'model-old'}" in caplog.text
+
+
+def test_a_model_in_parts_is_not_hidden_by_one_that_was_there(tmp_path) -> None:
+    """transformers looks for weights in one file first; beside those of a smaller model it would load them."""
+    one, other = (
+        BertForSequenceClassification(BertConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2))
+        for _ in range(2)
+    )
+    task = SimpleNamespace(tokenizer=None)
+    save_model(one, task, tmp_path)
+    save_model(SimpleNamespace(save_pretrained=partial(other.save_pretrained, max_shard_size="3MB")), task, tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists() and (tmp_path / "model-old/model.safetensors").exists()
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(loaded.classifier.weight, other.classifier.weight)
 
 
 @pytest.mark.parametrize("resume", [True, False])

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from composer_speedups.errors import ConflictError, OutOfMemory, RecipeError, SpeedUpUnavailable, TaskError
 from composer_speedups.measurement import measure
-from composer_speedups.measurement.flops import local_attention, model_flops, pairs_within
 from composer_speedups.recipes import load_recipe
 from composer_speedups.training import checkpoints
 from composer_speedups.training import run as training
@@ -264,80 +263,6 @@ def test_ranks_vote_on_the_host_where_they_can(monkeypatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     assert measure._on_any_rank([False, False], state) == [False, True]
     assert asked == ["meta", "cpu", "cpu"]
-
-
-def test_flops_of_bert() -> None:
-    """Against the count by hand: 12 width^2 weights a layer at intermediate = 4 width."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=100, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256
-    )
-    model = BertForSequenceClassification(config)
-    expected = 6 * 1000 * 3 * 12 * 64**2 + 12 * 3 * 64 * 50_000
-    assert model_flops(model, 1000, 50_000) == expected
-
-
-@pytest.mark.parametrize(("groups", "inner"), [(1, 1), (3, 1), (2, 2)])
-def test_flops_of_albert(groups: int, inner: int) -> None:
-    """Its layers run several times each; what makes its small embeddings wide runs once."""
-    from transformers import AlbertConfig, AlbertForSequenceClassification
-
-    config = AlbertConfig(
-        vocab_size=100, embedding_size=16, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
-        intermediate_size=256, num_hidden_groups=groups, inner_group_num=inner,
-    )  # fmt: skip
-    expected = 6 * 1000 * (6 * inner * 12 * 64**2 + 16 * 64) + 12 * 6 * inner * 64 * 50_000
-    assert model_flops(AlbertForSequenceClassification(config), 1000, 50_000) == expected
-
-
-@pytest.mark.parametrize("kinds", [["c2p", "p2c"], ["p2c"]])
-def test_flops_of_deberta(kinds: list[str]) -> None:
-    """Each kind of product with distances is half of attention's two; what is made of distances once is left out."""
-    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
-
-    config = DebertaV2Config(
-        vocab_size=100, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256,
-        relative_attention=True, pos_att_type=kinds, share_att_key=kinds == ["c2p", "p2c"],
-    )  # fmt: skip
-    model = DebertaV2ForSequenceClassification(config)
-    expected = 6 * 1000 * 3 * 12 * 64**2 + (12 + 6 * len(kinds)) * 3 * 64 * 50_000
-    assert model_flops(model, 1000, 50_000) == expected
-
-
-def modern_bert():
-    from transformers import ModernBertConfig
-
-    return ModernBertConfig(
-        vocab_size=256, hidden_size=64, num_hidden_layers=5, num_attention_heads=4, intermediate_size=96,
-        local_attention=8, pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-
-
-def test_flops_of_modern_bert() -> None:
-    """Of five layers two see everything, the first and the fourth; the others four tokens to either side."""
-    from transformers import ModernBertForSequenceClassification
-
-    config, lengths = modern_bert(), [1, 3, 5, 6, 20]
-    assert local_attention(config) == (3, 4)
-    near = sum(abs(i - j) <= 4 for length in lengths for i in range(length) for j in range(length))
-    assert pairs_within(torch.tensor(lengths), 4) == near
-    tokens, squares = sum(lengths), sum(length**2 for length in lengths)
-    layer = 4 * 64**2 + 3 * 64 * 96  # query, key, value, out; in, gate, out
-    expected = 6 * tokens * 5 * layer + 12 * 64 * (2 * squares + 3 * near)
-    model = ModernBertForSequenceClassification(config)
-    assert model_flops(model, tokens, squares, local_pairs=near) == expected
-
-
-def test_flops_of_modern_bert_in_a_run(tmp_path) -> None:
-    modern_bert().save_pretrained(tmp_path)
-    task = "task={name: dummy, max_length: 32, vocabulary: 256, train_samples: 64, eval_samples: 16}"
-    sizes = {"num_hidden_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
-    overrides = [task, f"model.name={tmp_path}", f"model.config={json.dumps(sizes)}", "batch_size=8", "duration=8ba"]
-    result = run(load_recipe("demo/fp32", [*overrides, "schedule.warmup=2ba"]))
-    near = sum(abs(i - j) <= 4 for i in range(32) for j in range(32))
-    sample = 6 * 32 * 5 * (4 * 64**2 + 3 * 64 * 96) + 12 * 64 * (2 * 32**2 + 3 * near)
-    assert result.model_flops_per_second == pytest.approx(result.samples_per_second * sample)
 
 
 @pytest.mark.parametrize(

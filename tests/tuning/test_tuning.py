@@ -121,6 +121,13 @@ def test_what_takes_the_batch_at_once_has_no_microbatch_to_search(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+def test_a_budget_of_tokens_leaves_no_batch_to_search(tmp_path: Path):
+    overrides = ["speedups.token_budget_batches={tokens_per_batch: 4096}"]
+    with pytest.raises(ConflictError, match=r"takes 4,096 tokens a batch, whatever batch_size is.* Add --no-batch, or"):
+        search(tmp_path / "x.yaml", overrides=overrides, rate=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_batches_and_warm_up_counted_in_batches_last_as_many_samples(tmp_path: Path, isolation: Isolation):
     overrides = ["duration=6000ba", "schedule.warmup=64ba"]
     search(tmp_path / "x.yaml", isolation, overrides=overrides, rate=False, goal="largest")
