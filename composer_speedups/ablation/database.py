@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import sqlite3
 import sys
 import time
@@ -27,6 +28,7 @@ __all__ = ["SEAL", "Database", "StoreError", "dump", "run_digest"]
 
 APPLICATION = 0x43535055  # "CSPU": SQLite's application_id of our files
 VERSION = 1
+_LEAST_FREE = 2**16  # bytes: with fewer SQLite makes no file beside the store
 SEAL = "digest"  # the key, in the table of the study, of the digest of everything but the runs
 
 _SCHEMA = """
@@ -89,8 +91,8 @@ class Database:
             self._open(f"{self.path.absolute().as_uri()}?mode=rwc", write=True)
         except (sqlite3.OperationalError, OSError) as error:
             raise StoreError(
-                f"cannot open {self.path}: {error}. Choose another folder; `report --no-write` looks at one that "
-                f"cannot be written to"
+                f"cannot open {self.path}: {self._why(error)}. Choose another folder; `report --no-write` looks at one "
+                "that cannot be written to"
             ) from error
         except sqlite3.DatabaseError as error:
             raise self._damaged(error) from error
@@ -113,9 +115,17 @@ class Database:
                 self.connection.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError):
                 raise StoreError(
-                    f"cannot write {self.path}: {error}. What was stored is safe: mend that, and run the same command"
+                    f"cannot write {self.path}: {self._why(error)}. What was stored is safe: mend that, and run the "
+                    "same command"
                 ) from error
             raise
+
+    def _why(self, error: Exception) -> str:
+        """What SQLite says; of a full disk it says "disk I/O error" where it was about to make a file."""
+        with suppress(OSError):
+            if isinstance(error, sqlite3.OperationalError) and shutil.disk_usage(self.path.parent).free < _LEAST_FREE:
+                return "the disk is full"
+        return str(error)
 
     def seal(self) -> None:
         """Keep a digest of all that is not a run: in the transaction that has changed it."""

@@ -85,8 +85,8 @@ def _configure(spec: ModelSpec, task: Task) -> PretrainedConfig:
         _fit_layer_types(config)
     if getattr(config, "pooler_hidden_size", None) == width and "pooler_hidden_size" not in spec.config:
         config.pooler_hidden_size = getattr(config, "hidden_size", None)  # DeBERTa's has a number of its own for it
-    if task.tokenizer is not None and getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = task.tokenizer.pad_token_id  # without one GPT-2 takes a single row at a time
+    if getattr(config, "pad_token_id", None) is None:  # without one GPT-2 takes a single row at a time
+        config.pad_token_id = 0 if task.tokenizer is None else task.tokenizer.pad_token_id
     if (rows := config.vocab_size or 0) < task.vocabulary:
         raise TaskError(
             f"the model has {rows:,} embeddings, but the task's ids go up to {task.vocabulary - 1:,}: "

@@ -654,6 +654,13 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path):
         assert store.finish(run, "ok", "", {"samples_per_second": 1.0}, "a short one")
 
 
+def test_a_disk_that_was_full_before_is_told_too(tmp_path: Path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        (disk / "something").write_bytes(b"x" * 2**16)
+        with pytest.raises(StoreError, match=r"cannot open .*runs\.sqlite: the disk is full\. Choose another folder"):
+            Store(disk / "runs.sqlite")
+
+
 def test_a_study_is_not_gone_on_with_on_another_machine(tmp_path: Path):
     study(tmp_path, [fakes.Recipe("base"), fakes.Recipe("fast")], [1])
     with Store(tmp_path / "runs.sqlite") as store:

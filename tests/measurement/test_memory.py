@@ -107,6 +107,12 @@ def test_states_of_the_optimizer(key: str | None):
     assert memory.optimizer_bytes(recipe.algorithms(), model, model.parameters()) == tensor_bytes(states)
 
 
+def test_a_model_without_a_padding_token_is_counted_too(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 32}')
+    recipe = load("demo/fp32", f"model.name={tmp_path}", "model.pretrained=false", "model.config={}")
+    assert predict(recipe, lengths=LENGTHS).activations > 0
+
+
 def test_a_recipes_speed_ups_are_built_once(monkeypatch):
     build, built = Recipe.algorithms, []
     monkeypatch.setattr(Recipe, "algorithms", lambda recipe: built.append(recipe) or build(recipe))
