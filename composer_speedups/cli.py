@@ -1,5 +1,5 @@
-"""The command line: parses, calls, prints. Small commands are functions here, the others each have a
-`NAME_command.py`; their work is done elsewhere.
+"""The command line: parses, calls, prints. Small commands are functions here, the others each have a file of
+`commands/`; their work is done elsewhere.
 
 Nothing heavy is imported at the top, so that `--help` and the lists answer at once.
 """

@@ -26,6 +26,7 @@ __all__ = [
     "compile_statistics",
     "compiler",
     "missing_for_triton",
+    "missing_for_triton_on",
     "missing_kernel",
     "missing_tools",
     "prepare_inductor",
@@ -196,6 +197,11 @@ def why_no_cuda(device: torch.device | None, instead: str) -> str | None:
         return None
     where = "this machine has none" if not torch.cuda.is_available() else f"the run is on {device}"
     return f"it needs a CUDA device, and {where}; {instead}"
+
+
+def missing_for_triton_on(device: torch.device | None, instead: str) -> str | None:
+    """What Triton's kernels lack on `device`; its interpreter needs no GPU. `instead` is the remedy."""
+    return (None if TRITON_INTERPRETED else why_no_cuda(device, instead)) or missing_for_triton()
 
 
 def missing_for_triton() -> str | None:

@@ -104,6 +104,9 @@ class SpeedUp(Algorithm):
     _hold: Hold | None = None
     _loading: Hold | None = None
 
+    def __init__(self) -> None:
+        """Without arguments, unless a speed-up has its own: Composer's `Algorithm` would take any, and forget them."""
+
     @classmethod
     def key(cls) -> str:
         """The name in recipes and in the registry: the name of the file that holds the class."""

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import doctest
 import gc
+import graphlib
 import importlib
 import inspect
 import pickle
@@ -690,7 +691,7 @@ def test_thirty_steps_end_where_plain_training_ends(key: str, trainer_for) -> No
 # ---- structure
 
 
-# Each imports only of those before it; what is in none of them is used by several.
+# Each imports only of those before it. What is in none of them is used by several, and has no circles.
 LAYERS = (
     ("isolation",),
     ("kernels",),
@@ -719,16 +720,21 @@ def test_imports_flow_one_way() -> None:
     place = {name: n for n, names in enumerate(LAYERS) for name in names}
     folders = {file.parent.name for file in package.glob("*/__init__.py")}
     assert folders <= place.keys(), "a new folder has a place among the others"
-    for layer in place:
-        files = sorted((package / layer).rglob("*.py")) if layer in folders else [package / f"{layer}.py"]
-        assert files
-        for file in files:
-            for name in _imported(file):
-                parts = name.split(".")
-                if parts[0] == "composer_speedups" and len(parts) > 1 and parts[1] != layer:
-                    assert place.get(parts[1], -1) < place[layer], f"{file.relative_to(ROOT)} imports {name}"
-                if layer == "kernels":
-                    assert parts[0] != "composer", f"{file.relative_to(ROOT)}: kernels import no Composer"
+    units = folders | {file.stem for file in package.glob("*.py") if not file.stem.startswith("__")}
+    assert place.keys() <= units
+    imported = {unit: set[str]() for unit in units}
+    for unit in units:
+        for file in sorted((package / unit).rglob("*.py")) if unit in folders else [package / f"{unit}.py"]:
+            for parts in (name.split(".") for name in _imported(file)):
+                own = parts[0] == "composer_speedups" and len(parts) > 1 and parts[1] in units - {unit}
+                imported[unit] |= {parts[1]} if own else {"composer"} if parts[0] == "composer" else set()
+                if own and unit in place:
+                    assert place.get(parts[1], -1) < place[unit], f"{file.relative_to(ROOT)} imports {parts[1]}"
+    tuple(graphlib.TopologicalSorter(imported).static_order())  # an error names the circle, if there is one
+    reached, new = set[str](), {"kernels"}
+    while new:
+        reached, new = reached | new, {name for unit in new for name in imported.get(unit, ())} - reached
+    assert "composer" not in reached, "kernels import no Composer, nor do those that they import"
 
 
 def _imported(file: Path) -> list[str]:

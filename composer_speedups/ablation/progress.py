@@ -80,7 +80,7 @@ class Display:
 
     def finished(self, run: Run, status: str, reason: str, outcome: Outcome) -> None:
         """A run has ended: one line that stays."""
-        result = outcome.value if isinstance(outcome.value, dict) else {}
+        result = outcome.facts
         facts = [f"{outcome.seconds:.1f} s"]
         if result.get("samples_per_second") is not None:
             facts.append(f"{result['samples_per_second']:.4g} samples/s")

@@ -18,7 +18,7 @@ from composer_speedups.ablation.progress import Display
 from composer_speedups.ablation.rows import precision
 from composer_speedups.ablation.store import LEASE_SECONDS, OPEN, WAITING, Run, Store, StoreError
 from composer_speedups.errors import UserError
-from composer_speedups.isolation.isolate import Isolation, Outcome
+from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.isolation.look import look
 from composer_speedups.tasks.inputs import read_by
 
@@ -208,11 +208,11 @@ class Work:
             why = str(error) if isinstance(error, UserError) else "stopped by the user"
             self.store.finish(run, "interrupted", why, None, "")
             raise
-        status, reason = _judged(outcome)
+        status, reason = outcome.verdict
         if status == "timeout" and self.settings.until is not None and time.monotonic() >= self.settings.until:
             self.store.finish(run, "interrupted", "the time for the study was over", None, "")
             return
-        if isinstance(outcome.value, dict):
+        if outcome.facts:
             outcome.value |= {"overlapped": outcome.overlapped, "waited": outcome.waited}
         if not self.store.finish(run, status, reason, outcome.value, outcome.log):
             display.taken_over(run)
@@ -243,11 +243,3 @@ def check_stored_ranks(ranks: int, store: Store) -> None:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _judged(outcome: Outcome) -> tuple[str, str]:
-    """What the run says of itself goes before what its process did."""
-    value = outcome.value
-    if isinstance(value, dict) and "status" in value:
-        return value["status"], value.get("reason", "")
-    return outcome.status, outcome.reason

@@ -59,9 +59,6 @@ class FastDropout(SpeedUp):
 
     stage = Stage.NORM
 
-    def __init__(self) -> None:
-        pass
-
     def unavailable(self, device: torch.device) -> str | None:
         if device.type == "cpu":
             return None

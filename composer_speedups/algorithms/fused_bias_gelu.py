@@ -82,9 +82,6 @@ class FusedBiasGELU(SpeedUp):
 
     stage = Stage.BLOCK
 
-    def __init__(self) -> None:
-        pass
-
     def unavailable(self, device: torch.device) -> str | None:
         return missing_kernel(device)
 

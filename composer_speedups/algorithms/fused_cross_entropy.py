@@ -32,6 +32,7 @@ from __future__ import annotations
 import dis
 import inspect
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from composer_speedups.arguments import check_flag
-from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
+from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton_on
 from composer_speedups.errors import ConflictError, SpeedUpUnavailable
 from composer_speedups.families import CAUSAL, MASKED, has_head
 from composer_speedups.ignored import IGNORED
@@ -136,21 +137,14 @@ def _has_one_loss(code: Any) -> bool:
 
 
 def _unavailable(device: torch.device | None = None) -> str | None:
-    instead = "masked_token_head saves most of the same work everywhere"
-    return (None if TRITON_INTERPRETED else why_no_cuda(device, instead)) or missing_for_triton()
+    return missing_for_triton_on(device, "masked_token_head saves most of the same work everywhere")
 
 
+@dataclass(frozen=True)
 class _FusedLoss:
     """Around the model's `forward`: asks the stock code for logits only, and computes the loss itself."""
 
-    def __init__(self, reuse_logits: bool) -> None:
-        self.reuse_logits = reuse_logits
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.reuse_logits == self.reuse_logits
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.reuse_logits))
+    reuse_logits: bool
 
     def __call__(self, stock: Any) -> Any:
         def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

@@ -95,9 +95,6 @@ class FusedDropoutAddNorm(SpeedUp):
 
     stage = Stage.BLOCK
 
-    def __init__(self) -> None:
-        pass
-
     def unavailable(self, device: torch.device) -> str | None:
         return missing_kernel(device)
 

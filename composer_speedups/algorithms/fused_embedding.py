@@ -27,7 +27,7 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
-from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
+from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton_on
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels.tensors import plain, shape_only
 from composer_speedups.speedup import SpeedUp, Stage
@@ -58,9 +58,6 @@ class FusedEmbedding(SpeedUp):
 
     stage = Stage.NORM
 
-    def __init__(self) -> None:
-        pass
-
     def unavailable(self, device: torch.device) -> str | None:
         return _unavailable(device)
 
@@ -73,8 +70,7 @@ class FusedEmbedding(SpeedUp):
 
 
 def _unavailable(device: torch.device | None = None) -> str | None:
-    instead = "remove it: PyTorch's gradient sorts nothing on a CPU"
-    return (None if TRITON_INTERPRETED else why_no_cuda(device, instead)) or missing_for_triton()
+    return missing_for_triton_on(device, "remove it: PyTorch's gradient sorts nothing on a CPU")
 
 
 def _fits(table: torch.nn.Embedding) -> bool:

@@ -32,7 +32,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.arguments import check_choice
-from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton, why_no_cuda
+from composer_speedups.compilation import TRITON_INTERPRETED, missing_for_triton_on, why_no_cuda
 from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.kernels.tensors import MAX_WIDTH, compute_dtype, shape_only
 from composer_speedups.speedup import SpeedUp, Stage
@@ -99,17 +99,17 @@ class FusedLayerNorm(SpeedUp):
 
 
 def _unavailable(backend: str, device: torch.device | None = None) -> str | None:
-    chosen = _choose(check_choice("backend", backend, BACKENDS))
-    if not (chosen == "triton" and TRITON_INTERPRETED) and (
-        missing := why_no_cuda(device, "use low_precision_norm, which runs everywhere")
-    ):
+    instead = "use low_precision_norm, which runs everywhere"
+    if _choose(check_choice("backend", backend, BACKENDS)) == "triton":
+        return missing_for_triton_on(device, instead)
+    if missing := why_no_cuda(device, instead):
         return missing
     if backend == "apex" and _apex() is None:
         return (
             "backend 'apex' needs Apex with its CUDA extensions, which are not installed; build them from"
             " https://github.com/NVIDIA/apex, or use backend='triton'"
         )
-    return missing_for_triton() if chosen == "triton" else None
+    return None
 
 
 def _choose(backend: str) -> str:

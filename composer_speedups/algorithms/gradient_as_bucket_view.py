@@ -61,9 +61,6 @@ class GradientAsBucketView(SpeedUp):
     no_fsdp = "it has no such buckets, but shards gradients, which saves more. Remove the speed-up"
     events = frozenset({Event.FIT_START})
 
-    def __init__(self) -> None:
-        pass
-
     def unavailable(self, device: torch.device) -> str | None:
         return why_alone()
 

@@ -71,9 +71,6 @@ class LastLayerSubset(SpeedUp):
 
     stage = Stage.HEAD
 
-    def __init__(self) -> None:
-        pass
-
     def install(self, state: State, logger: Logger) -> None:
         count = apply_last_layer_subset(state.model)
         self.report(

@@ -63,9 +63,6 @@ class LowPrecisionNorm(SpeedUp):
     stage = Stage.NORM
     slot = "norm"
 
-    def __init__(self) -> None:
-        pass
-
     def install(self, state: State, logger: Logger) -> None:
         count = apply_low_precision_norm(state.model)
         autocast = low_precision_of(state) is not None

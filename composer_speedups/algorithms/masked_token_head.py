@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from composer.core import State
@@ -137,19 +138,13 @@ def _why_not(model: PreTrainedModel) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
 class _PredictedOnly:
     """Around the model's `forward`: chooses the tokens, and shows the stock code a batch of just these."""
 
-    predicted_only = True  # by which `fused_cross_entropy` knows it, which must come before
+    capacity: float | None
 
-    def __init__(self, capacity: float | None) -> None:
-        self.capacity = capacity
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.capacity == self.capacity
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.capacity))
+    predicted_only: ClassVar[bool] = True  # by which `fused_cross_entropy` knows it, which must come before
 
     def __call__(self, stock: Any) -> Any:
         def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

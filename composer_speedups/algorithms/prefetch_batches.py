@@ -75,9 +75,6 @@ class PrefetchBatches(SpeedUp):
     stage = Stage.LOOP
     events = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.FIT_END})
 
-    def __init__(self) -> None:
-        pass
-
     def unavailable(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"it copies batches to a GPU, and on a {device.type} run they are where they belong: remove it"

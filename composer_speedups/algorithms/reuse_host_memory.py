@@ -71,9 +71,6 @@ class ReuseHostMemory(SpeedUp):
 
     stage = Stage.LOOP
 
-    def __init__(self) -> None:
-        pass
-
     def unavailable(self, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"it is about tensors in the CPU's memory, and a {device.type} run has them elsewhere: remove it"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from composer_speedups.collector import importing
+from composer_speedups.measurement.results import MOST_SAMPLES
 from composer_speedups.recipes.yaml import inline
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def doctor(
         str | None, typer.Option(metavar="PATH|NAME", help="Also look at this model's sizes (Hugging Face).")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Memory for so many samples a forward pass.", min=1, max=16384)
+        int | None, typer.Option(help="Memory for so many samples a forward pass.", min=1, max=MOST_SAMPLES)
     ] = None,
     length: Annotated[int | None, typer.Option(help="Memory for samples of so many tokens.", min=8, max=32768)] = None,
     recipe: Annotated[str | None, typer.Option(metavar="NAME|PATH", help="Memory that this recipe needs.")] = None,
@@ -98,8 +99,6 @@ def _memory(console: Console, need: Need) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from composer_speedups.measurement.memory import MOST
-
     whose = f" of each of {need.ranks} ranks:" if need.ranks > 1 else " of"
     console.print(f"\n[bold]Memory[/]{whose} {escape(need.what)}", highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
@@ -125,7 +124,7 @@ def _memory(console: Console, need: Need) -> None:
         table.add_row(name, _size(size), text)
     if need.free is not None:
         words = "fits" if need.fits else "does not fit"
-        if need.largest == (most := MOST * need.ranks):
+        if need.largest == (most := MOST_SAMPLES * need.ranks):
             words += f"; so do {most:,} samples, and more were not tried"
         else:
             words += (

@@ -44,6 +44,16 @@ class Outcome:
     killed: bool = False
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What the run says of itself; empty if it came to no end."""
+        return self.value if isinstance(self.value, dict) else {}
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """Status and reason: what the run says of itself goes before what its process did."""
+        return self.facts.get("status", self.status), self.facts.get("reason") or self.reason
+
+    @property
     def alone(self) -> bool:
         """Whether the machine was its own as far as can be told."""
         return not self.overlapped and (self.waited or 0.0) < NOTABLE

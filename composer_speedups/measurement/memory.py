@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from composer_speedups import cgroup
 from composer_speedups.ignored import IGNORED
 from composer_speedups.measurement.memory_meters import OperationMeter, SavedForBackward, tensor_bytes
-from composer_speedups.measurement.results import MEMORY_KINDS
+from composer_speedups.measurement.results import MEMORY_KINDS, MOST_SAMPLES
 from composer_speedups.optim.speedup import OptimizerSpeedUp, adamw_state_bytes, sizes
 from composer_speedups.speedup import SpeedUp, Stage, algorithm_passes, check_combination
 from composer_speedups.tasks import model_sources, models
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from composer_speedups.tasks import Task
 
 __all__ = [
-    "MOST",
     "Memory",
     "free_memory",
     "largest_batch",
@@ -51,7 +50,6 @@ __all__ = [
 
 log = logging.getLogger("composer_speedups")
 
-MOST = 16_384  # samples in a batch; more are not asked for
 _LABELS = 10  # classes, where nobody says how many: a head is small beside its encoder
 
 
@@ -183,7 +181,7 @@ def rows_per_pass(recipe: Recipe, length: int | None = None, ranks: int = 1) -> 
 def largest_batch(recipe: Recipe, free: int, *, length: int | None = None, step: int = 8, ranks: int = 1) -> int:
     """The largest batch whose predicted peak is at most `free` bytes: a multiple of `step`, or below it any number.
 
-    0 if not even one sample fits; `MOST` if that many do. Of several `ranks` it is what each of them takes.
+    0 if not even one sample fits; `MOST_SAMPLES` if that many do. Of several `ranks` it is what each of them takes.
     """
     known: dict[int, int] = {}
 
@@ -194,9 +192,9 @@ def largest_batch(recipe: Recipe, free: int, *, length: int | None = None, step:
 
     fits, size, unit = 0, step, step
     while peak(size) <= free:
-        if size >= MOST:
-            return MOST
-        fits, size = size, min(4 * size, MOST)
+        if size >= MOST_SAMPLES:
+            return MOST_SAMPLES
+        fits, size = size, min(4 * size, MOST_SAMPLES)
     too_large, unit = size, step if fits else 1
     while too_large - fits > unit:
         # Memory grows along a line once activations outweigh gradients: few looks are enough.

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["INSIDE", "MEMORY_KINDS", "NOT_TOLD", "NO_FUSED_KERNEL", "Progress", "RunResult"]
+__all__ = [
+    "INSIDE", "MEMORY_KINDS", "MOST_SAMPLES", "NOT_TOLD", "NO_FUSED_KERNEL", "SHORT_RUN", "WARMUP_STEPS", "Progress",
+    "RunResult",
+]  # fmt: skip
+
+WARMUP_STEPS = 3  # of a run, not counted in its speed: caches, allocator and thread pools settle
+SHORT_RUN = (2 * WARMUP_STEPS, 60)  # steps, at least and at most, of a run that is there for its speed alone
+MOST_SAMPLES = 16_384  # of a batch: no machine takes more of them at once to advantage
 
 NO_FUSED_KERNEL = "no fused kernel"  # `as_it_ran["attention"]` where none of PyTorch's or of ours was seen
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import UserError
 from composer_speedups.isolation.isolate import Isolation
+from composer_speedups.measurement.results import SHORT_RUN
 from composer_speedups.recipes.schema import count_and_unit
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAST", "Budget"]
 
-LEAST, _MOST = 6, 60  # steps of a run: the first three are warm-up
+LEAST, _MOST = SHORT_RUN
 _CALIBRATION = 4  # steps
 _BATCHES = (32, 16, 8)
 
@@ -79,8 +80,7 @@ class Budget:
         say(f"Calibrating: {_CALIBRATION} steps of the plain recipe, batch {size} ...", style="dim")
         payload = {"recipe": recipe.to_dict(), "seed": recipe.seed, "inspect": False}
         outcome = isolation.run(payload, timeout=max(10.0, self.left()), ranks=self.ranks)
-        value = outcome.value if isinstance(outcome.value, dict) else {}
-        status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
+        value, (status, reason) = outcome.facts, outcome.verdict
         if status == "timeout":
             raise UserError(
                 f"{_CALIBRATION} steps of batch {size} take longer than the whole time. Give more --minutes"

@@ -6,19 +6,17 @@ import math
 
 import torch
 from composer import Trainer
-from composer.utils import dist
 
 from composer_speedups.compilation import compile_statistics
+from composer_speedups.everyone import summed
 from composer_speedups.measurement.flops import model_flops
 from composer_speedups.measurement.measure import Measurement
-from composer_speedups.measurement.results import RunResult
+from composer_speedups.measurement.results import WARMUP_STEPS, RunResult
 from composer_speedups.recipes import Recipe
 from composer_speedups.tasks import Task
 from composer_speedups.training.metrics import record
 
 __all__ = ["run_result"]
-
-_WARMUP_STEPS = 3  # caches, allocator and thread pools settle in the first steps
 
 
 def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measurement, task: Task) -> RunResult:
@@ -60,7 +58,7 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
     if any(count != recipe.batch_size for count in samples):
         result.step_samples = samples
     counted = [
-        i for i in range(len(seconds)) if i >= min(_WARMUP_STEPS, len(seconds) // 2) and not measurement.compiling[i]
+        i for i in range(len(seconds)) if i >= min(WARMUP_STEPS, len(seconds) // 2) and not measurement.compiling[i]
     ]
     result.warmup_steps = len(seconds) - len(counted)
     spent = sum(seconds[i] for i in counted)
@@ -69,7 +67,8 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
     if tokens:
         sums = [sum(tokens[i][part] for i in counted) for part in range(3)]
         # Ranks have other texts, and with lengths grouped the first one the longer ones.
-        everywhere = _of_all_ranks([*sums, sum(real for real, *_ in tokens), measurement.padded_tokens], trainer)
+        own = [*sums, sum(real for real, *_ in tokens), measurement.padded_tokens]
+        everywhere = summed(torch.tensor(own, dtype=torch.float64)).tolist()
         real, squares, local, real_of_all, padded = everywhere
         if spent > 0:
             predicted = real * recipe.task.mlm_probability if task.objective == "mlm" else 0.0
@@ -81,12 +80,3 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
         if metric.update_called and not measurement.gave_up and not measurement.interrupted:  # else of an earlier step
             record(result, metric, task)
     return result
-
-
-def _of_all_ranks(sums: list[float], trainer: Trainer) -> list[float]:
-    """Each of `sums` of this rank, summed over all."""
-    if dist.get_world_size() == 1:
-        return sums
-    together = torch.tensor(sums, dtype=torch.float64, device=trainer.state.device._device)
-    dist.all_reduce(together)
-    return together.tolist()

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import NothingFits
+from composer_speedups.measurement.results import SHORT_RUN
 from composer_speedups.recipes.schema import count_and_unit
 from composer_speedups.tuning import batch as batches
 from composer_speedups.tuning import rate as rates
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["BATCH_TRIES", "Search"]
 
 BATCH_TRIES = 12  # that the batch's budget is divided by
-_LEAST, _MOST = 6, 60  # steps of a try: three of them are warm-up
 _FITTING = 4  # steps that show whether a batch fits: the optimizer's state is there after the first
 
 
@@ -122,7 +122,7 @@ class Search:
         if self.goal == "largest":
             steps = _FITTING
         else:
-            steps = min(_MOST, max(_LEAST, math.ceil(self.batch_budget / BATCH_TRIES / batch)))
+            steps = min(SHORT_RUN[1], max(SHORT_RUN[0], math.ceil(self.batch_budget / BATCH_TRIES / batch)))
             steps = min(steps, (self.batch_budget - self.used) // batch)
             if steps < _FITTING:
                 return None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from composer_speedups.measurement.results import MOST_SAMPLES
+
 __all__ = ["batch_sizes", "microbatch_sizes", "memory_line", "starting_size"]
 
 _STEP = 8  # half-precision tensor cores, and vector units, want multiples of 8 ...
 _WIDE_STEP = 64  # ... and from Ampere on tensor cores like 128 bytes at a time
 _FULL_STEP = 512  # below it, multiples of 64 would give away more than an eighth of the batch
-_MOST = 16_384  # samples: no machine takes more of them at once to advantage
 
 
 def batch_sizes(most: int, capability: float | None = None) -> list[int]:
@@ -22,7 +23,7 @@ def batch_sizes(most: int, capability: float | None = None) -> list[int]:
     >>> batch_sizes(24), batch_sizes(704, 8.0)[-4:]
     ([1, 2, 4, 8, 16, 24], [512, 576, 640, 704])
     """
-    most = min(most, _MOST)
+    most = min(most, MOST_SAMPLES)
     small = [n for n in (1, 2, 4) if n <= most]
     wide = capability is not None and capability >= 8.0
     middle = range(_STEP, min(most, _FULL_STEP if wide else most) + 1, _STEP)

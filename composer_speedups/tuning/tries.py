@@ -133,8 +133,7 @@ class Tries:
 
     def _result(self, outcome: Outcome, whole: bool) -> dict[str, Any]:
         """What came of a try, as the record keeps it."""
-        value = outcome.value if isinstance(outcome.value, dict) else {}
-        status, reason = value.get("status", outcome.status), value.get("reason") or outcome.reason
+        value, (status, reason) = outcome.facts, outcome.verdict
         if outcome.killed and not self.cuda:
             # The kernel counts the processes that it kills, and `isolate` looks there; earlyoom and its like do not,
             # and send SIGTERM first.
