@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from composer_speedups.kernels import fused_attention as fused
-from composer_speedups.kernels.fast_dropout import draw_keys
+from composer_speedups.kernels.fast_dropout import Keys, draw_keys
 from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.tensors import plain, shape_only
@@ -33,8 +33,6 @@ from composer_speedups.kernels.two_sides import NAMES
 from composer_speedups.kernels.varlen_attention import Lengths, packed_rows, padded_rows, places_in_rows, real_keys
 
 __all__ = ["Places", "collect", "disentangled_attention", "in_c", "native", "spread"]
-
-Keys = tuple[int, int]
 
 
 class Places(NamedTuple):

@@ -23,13 +23,11 @@ import torch.nn.functional as F
 
 from composer_speedups.kernels import fused_attention as fused
 from composer_speedups.kernels.disentangled import Places, collect, in_c, spread
-from composer_speedups.kernels.fast_dropout import draw_keys
+from composer_speedups.kernels.fast_dropout import Keys, draw_keys
 from composer_speedups.kernels.sdpa import padded_attention
 from composer_speedups.kernels.varlen_attention import Lengths, packed_rows, padded_rows, places_in_rows, real_keys
 
 __all__ = ["distance_biased_attention", "padded_bias"]
-
-Keys = tuple[int, int]
 
 
 def distance_biased_attention(

@@ -29,15 +29,21 @@ from types import ModuleType
 import torch
 from torch.autograd.function import once_differentiable
 
-from composer_speedups.kernels.fast_dropout import dropped_of, fast_dropout_mask, realised, scale_of
+from composer_speedups.kernels.fast_dropout import (
+    MOST,
+    STEPS,
+    dropped_of,
+    fast_dropout_mask,
+    least_of,
+    realised,
+    scale_of,
+)
 from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only, to_save
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
 __all__ = ["dropout_add_norm", "dropout_add_norm_twice", "native", "operators", "reference_dropout_add_norm", "why_not"]
 
-_STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
-_MOST = 1 << 33  # elements that 2^32 different words of bits serve
 _P, _N, _W, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_int
 
 
@@ -115,7 +121,7 @@ def dropout_add_norm_twice(
 
 
 def _drawn(x, residual, weight, bias, p: float, x_bias) -> tuple[int, torch.Tensor | None]:
-    """How many of `_STEPS` are dropped, and the keys of which; an error says what the kernels do not take."""
+    """How many of `STEPS` are dropped, and the keys of which; an error says what the kernels do not take."""
     if (reason := why_not(x, residual, weight, bias, p, x_bias)) is not None:
         raise ValueError(f"dropout_add_norm: {reason}")
     dropped = dropped_of(p)
@@ -134,8 +140,8 @@ def why_not(
     if not 0 <= p < 1:
         return f"p is a probability below 1, not {p!r}"
     width = x.shape[-1] if x.dim() else 0
-    if width < 1 or x.numel() > _MOST:
-        return f"x must have rows, and at most {_MOST} elements, not the shape {tuple(x.shape)}"
+    if width < 1 or x.numel() > MOST:
+        return f"x must have rows, and at most {MOST} elements, not the shape {tuple(x.shape)}"
     if (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
         return (
             f"residual must be as x, {tuple(x.shape)} in {x.dtype} on {x.device}, not {tuple(residual.shape)} in "
@@ -237,13 +243,13 @@ def _or_zeros(x_bias: torch.Tensor | None, width: int) -> torch.Tensor:
 def _drawing(seeds: torch.Tensor | None, dropped: int) -> tuple[int, int, int, float]:
     """Two keys, the threshold of 16 bits, and the scale of what stays."""
     keys = seeds.tolist() if dropped else (0, 0)
-    return (*keys, dropped - _STEPS // 2, scale_of(dropped))
+    return (*keys, least_of(dropped), scale_of(dropped))
 
 
 def _dropout(x: torch.Tensor, seeds: torch.Tensor | None, dropped: int) -> torch.Tensor:
     if not dropped:
         return x
-    keep = fast_dropout_mask(x.shape, dropped / _STEPS, torch.bool, tuple(seeds.tolist())).to(x.device)
+    keep = fast_dropout_mask(x.shape, dropped / STEPS, torch.bool, tuple(seeds.tolist())).to(x.device)
     return torch.where(keep, x * scale_of(dropped), 0)
 
 

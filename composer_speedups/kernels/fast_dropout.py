@@ -26,11 +26,16 @@ from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import plain, shape_only
 
 __all__ = [
+    "Keys",
+    "MOST",
+    "STEPS",
     "draw_keys",
     "dropped_of",
     "fast_dropout",
     "fast_dropout_mask",
     "keep_by_torch",
+    "least_of",
+    "moved_on",
     "native",
     "realised",
     "scale_of",
@@ -38,8 +43,9 @@ __all__ = [
 
 Keys = tuple[int, int]
 
-_STEPS = 1 << 16
-_MOST = 1 << 33  # elements that 2^32 different words serve
+STEPS = 1 << 16  # probabilities of dropping are multiples of 1 / STEPS
+MOST = 1 << 33  # elements that 2^32 different words serve
+_STRIDE = 0x9E3779B9  # between what the hash is given for one word and for the next
 _CHUNK = 1 << 16  # words at a time in PyTorch operations: the dozen passes over them stay in the L2 cache
 _POINTER, _WORD = ctypes.c_void_p, ctypes.c_uint32
 _ARGUMENTS = (_POINTER, _POINTER, ctypes.c_int64, _WORD, _WORD, ctypes.c_int16, ctypes.c_float, ctypes.c_int)
@@ -52,7 +58,7 @@ def realised(p: float) -> float:
     >>> realised(0.5), realised(1e-9) > 0, realised(1.0)
     (0.5, True, 1.0)
     """
-    return dropped_of(p) / _STEPS
+    return dropped_of(p) / STEPS
 
 
 def scale_of(dropped: int) -> float:
@@ -61,7 +67,16 @@ def scale_of(dropped: int) -> float:
     >>> scale_of(32768), scale_of(65536)
     (2.0, 0.0)
     """
-    return 0.0 if dropped == _STEPS else _STEPS / (_STEPS - dropped)
+    return 0.0 if dropped == STEPS else STEPS / (STEPS - dropped)
+
+
+def least_of(dropped: int) -> int:
+    """The threshold of a mask: an element stays from this value of its 16 bits on, read with their sign.
+
+    >>> least_of(0), least_of(65536)
+    (-32768, 32768)
+    """
+    return dropped - STEPS // 2
 
 
 def draw_keys() -> Keys:
@@ -73,6 +88,16 @@ def draw_keys() -> Keys:
     """
     first, second = torch.randint(0, 1 << 32, (2,), device="cpu").tolist()
     return first, second
+
+
+def moved_on(keys: Keys, words: int) -> Keys:
+    """The keys of a mask that begins `words` words, of two elements each, after the one of `keys`.
+
+    >>> mask = fast_dropout_mask((10,), 0.5, keys=(3, 4))
+    >>> torch.equal(fast_dropout_mask((6,), 0.5, keys=moved_on((3, 4), 2)), mask[4:])
+    True
+    """
+    return (keys[0] + words * _STRIDE) % (1 << 32), keys[1]
 
 
 def fast_dropout(x: torch.Tensor, p: float, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -94,7 +119,7 @@ def fast_dropout(x: torch.Tensor, p: float, training: bool = True, inplace: bool
     if not training or p == 0:
         return x
     compiling = torch.compiler.is_compiling()
-    if not 0 <= p < 1 or not x.is_cpu or not x.is_floating_point() or x.numel() > _MOST or not plain(x):
+    if not 0 <= p < 1 or not x.is_cpu or not x.is_floating_point() or x.numel() > MOST or not plain(x):
         return torch.nn.functional.dropout(x, p, training, inplace)
     if compiling:
         out = _by_torch(x, torch.randint(0, 1 << 32, (2,), device="cpu").unbind(), dropped_of(p))
@@ -122,8 +147,8 @@ def fast_dropout_mask(
     """
     if not 0 <= p <= 1:
         raise ValueError(f"p is a probability from 0 to 1, not {p!r}")
-    if (size := math.prod(shape)) > _MOST:
-        raise ValueError(f"a mask of {tuple(shape)} has {size} elements, at most {_MOST} are possible: make several")
+    if (size := math.prod(shape)) > MOST:
+        raise ValueError(f"a mask of {tuple(shape)} has {size} elements, at most {MOST} are possible: make several")
     if p in (0, 1):
         return torch.full(tuple(shape), 1 - int(p), dtype=dtype, device="cpu")
     keys = draw_keys() if keys is None else keys
@@ -141,12 +166,12 @@ def keep_by_torch(size: int, keys: Sequence[int | torch.Tensor], dropped: int) -
     the sign that they drag along.
     """
     first, second = (key.to(torch.int32) if isinstance(key, torch.Tensor) else _signed(key) for key in keys)
-    h = torch.arange((size + 1) // 2, dtype=torch.int32, device="cpu") * _signed(0x9E3779B9) + first
+    h = torch.arange((size + 1) // 2, dtype=torch.int32, device="cpu") * _signed(_STRIDE) + first
     h = (h ^ (h >> 16 & 0xFFFF) ^ second) * 0x7FEB352D
     h = (h ^ (h >> 15 & 0x1FFFF)) * _signed(0x846CA68B)
     h = h ^ (h >> 16 & 0xFFFF)
     lanes = torch.stack((h << 16 >> 16, h >> 16), -1).flatten()[:size]  # low half first, both with their sign
-    return lanes >= dropped - _STEPS // 2
+    return lanes >= least_of(dropped)
 
 
 @checked("fast_dropout")
@@ -156,13 +181,13 @@ def native(library: ctypes.CDLL) -> bool:
         kernel = getattr(library, name)
         kernel.argtypes, kernel.restype = _ARGUMENTS, None
     probe, keys = torch.empty(1031, dtype=torch.bool, device="cpu"), (0xDEADBEEF, 0x12345678)
-    library.keep_mask(None, probe.data_ptr(), len(probe), *keys, 6554 - _STEPS // 2, 1.0, 1)
+    library.keep_mask(None, probe.data_ptr(), len(probe), *keys, least_of(6554), 1.0, 1)
     return torch.equal(probe, keep_by_torch(len(probe), keys, 6554))
 
 
 def dropped_of(p: float) -> int:
     """How many of the 65536 values of an element's bits drop it. Never none and never all, if 0 < p < 1."""
-    return round(p * _STEPS) if p in (0, 1) else min(max(round(p * _STEPS), 1), _STEPS - 1)
+    return round(p * STEPS) if p in (0, 1) else min(max(round(p * STEPS), 1), STEPS - 1)
 
 
 def _signed(word: int) -> int:
@@ -196,7 +221,7 @@ def _native(x: torch.Tensor, out: torch.Tensor, keys: Keys, dropped: int) -> tor
     kernel = getattr(native(), _KERNELS[out.dtype])
     scale = scale_of(dropped)
     threads = torch.get_num_threads()
-    kernel(x.data_ptr(), out.data_ptr(), out.numel(), *keys, dropped - _STEPS // 2, scale, threads)
+    kernel(x.data_ptr(), out.data_ptr(), out.numel(), *keys, least_of(dropped), scale, threads)
     return out
 
 
@@ -212,8 +237,6 @@ def _keep(size: int, keys: Keys, dropped: int) -> torch.Tensor:
     if native() is not None:
         return _native(keep, keep, keys, dropped)
     for start in range(0, size, 2 * _CHUNK):
-        # A mask that starts later is one whose first key is further on by as many odd steps.
-        later = (keys[0] + start // 2 * 0x9E3779B9) % (1 << 32)
         part = keep[start : start + 2 * _CHUNK]
-        part.copy_(keep_by_torch(len(part), (later, keys[1]), dropped))
+        part.copy_(keep_by_torch(len(part), moved_on(keys, start // 2), dropped))
     return keep

@@ -20,7 +20,7 @@ from functools import cache, partial
 
 import torch
 
-from composer_speedups.kernels.fast_dropout import dropped_of, keep_by_torch, scale_of
+from composer_speedups.kernels.fast_dropout import Keys, dropped_of, keep_by_torch, least_of, moved_on, scale_of
 from composer_speedups.kernels.native import load, without_modes
 from composer_speedups.kernels.tensors import empty_beside, plain, shape_only
 
@@ -28,10 +28,8 @@ __all__ = ["FILES", "backward", "band", "filled", "forward", "native", "scores",
 
 log = logging.getLogger("composer_speedups")
 
-Keys = tuple[int, int]
 Saved = tuple[torch.Tensor, ...]
 
-_STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _VECTOR = 16  # the width of a head is a multiple of it
 _FILL = {torch.bfloat16: 32, torch.float32: 16}  # to a multiple of it rows of probabilities are filled up with zeros
 FILES = {  # and the instructions they use; the first one that can be used serves
@@ -186,7 +184,7 @@ def _call(
     call = _Call(sequences=len(keys), heads=heads, width=width, scale=scale, window=window)
     call.threads = torch.get_num_threads()
     dropped = dropped_of(dropout_p)
-    call.least, call.keep = dropped - _STEPS // 2, scale_of(dropped)
+    call.least, call.keep = least_of(dropped), scale_of(dropped)
     lengths = [(ctypes.c_int32 * len(x))(*x) for x in (queries, keys)]
     call.queries, call.keys = (ctypes.addressof(x) for x in lengths)
     if shape_only(q):
@@ -277,8 +275,7 @@ def _agrees(library: ctypes.CDLL, dtype: torch.dtype, window: int, biased: bool)
     for qi, ki, vi, gi in zip(*(x.double().split(n) for x, n in zip((q, k, v, g), lengths, strict=True)), strict=True):
         shape = (heads, len(qi), len(ki))
         own_scores = partial(scores_of, shape=shape, first=row, dtype=dtype)
-        own = ((seeds[0] + element * 0x9E3779B9) % (1 << 32), seeds[1])
-        stays = keep_by_torch(math.prod(shape), own, dropped_of(p)).view(shape)
+        stays = keep_by_torch(math.prod(shape), moved_on(seeds, element), dropped_of(p)).view(shape)
         element += (math.prod(shape) + 1) // 2
         row += heads * len(qi) * filled(dtype, len(ki))
         seen = torch.ones(shape, dtype=torch.bool, device="cpu") if window < 0 else band(len(ki), window).expand(shape)

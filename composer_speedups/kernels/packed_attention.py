@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from composer_speedups.compilation import missing_kernel
-from composer_speedups.kernels.fast_dropout import dropped_of
+from composer_speedups.kernels.fast_dropout import STEPS, dropped_of
 from composer_speedups.kernels.tensors import empty_beside, plain, shape_only
 from composer_speedups.kernels.two_sides import cuda_side
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["MOST_SEQUENCES", "draw_words", "kept_by_torch", "packed_attention", "serves"]
 
 MOST_SEQUENCES = 65535  # programs of a grid along its third axis
-_STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
 _DTYPES = (torch.float16, torch.bfloat16)
 _WIDTHS = (32, 64)  # of heads: with 128 a thread has too few registers
 
@@ -77,7 +76,7 @@ def packed_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dropped = dropped_of(dropout_p)
-    if dropped == _STEPS:
+    if dropped == STEPS:
         raise ValueError(f"dropout_p is a probability from 0 to below 1, got {dropout_p}")
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
@@ -138,4 +137,4 @@ def kept_by_torch(words: torch.Tensor, queries: Lengths, keys: Lengths, dropout_
         return words[end].T[token].transpose(1, 2).long() | 1  # [sequences, heads, longest]
 
     product = of(queries, 0)[..., None] * of(keys, 1)[..., None, :]  # modulo 2^64, of which 2^32 is a part
-    return product & 0xFFFFFFFF >= dropped_of(dropout_p) * _STEPS
+    return product & 0xFFFFFFFF >= dropped_of(dropout_p) * STEPS

@@ -24,17 +24,21 @@ from typing import NamedTuple
 import torch
 
 from composer_speedups.kernels import fused_attention as fused
-from composer_speedups.kernels.fast_dropout import draw_keys, dropped_of, keep_by_torch, scale_of
+from composer_speedups.kernels.fast_dropout import (
+    Keys,
+    draw_keys,
+    dropped_of,
+    keep_by_torch,
+    least_of,
+    moved_on,
+    scale_of,
+)
 from composer_speedups.kernels.native import checked
 from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.kernels.two_sides import NAMES
 
 __all__ = ["native", "per_sequence", "served_by"]
 
-Keys = tuple[int, int]
-
-_STEPS = 1 << 16  # dropout probabilities are multiples of 1 / _STEPS
-_STRIDE = 0x9E3779B9  # by which the first key of a mask moves on from word to word
 _WORTHWHILE = 1 << 18  # scores below which one thread is as fast as several
 _LONG = 1024  # keys of a sequence above which probabilities, their number squared, are made again and not kept
 _P, _N, _W, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_int
@@ -140,7 +144,7 @@ def _again(
             places = (span.q, span.k, span.k)
             parts = [x[at] for x, at in zip((q, k, v), places, strict=True)]
             lengths = [len(parts[0])], [len(parts[1])]
-            own = _own(seeds, span)
+            own = moved_on(seeds, span.word)
             gradients = _again(gradient[span.q], *parts, *lengths, own, dropout_p, scale, window)
             for x, at, some in zip(found, places, gradients, strict=True):
                 x[at] = some
@@ -186,7 +190,7 @@ def _forward(
         if window >= 0:
             scores.masked_fill_(~fused.band(scores.shape[-1], window), -torch.inf if scale > 0 else torch.inf)
         kept = buffer.like(scores)
-        probabilities = _softmax(scores, kept, _own(seeds, span), dropout_p, scale)
+        probabilities = _softmax(scores, kept, moved_on(seeds, span.word), dropout_p, scale)
         out[span.q] = torch.bmm(kept, vi).transpose(0, 1)
         if keep:
             blocks[i] = (qi, ki, vi, probabilities)
@@ -245,11 +249,6 @@ def _spans(queries: list[int], keys: list[int], heads: int) -> list[_Span]:
             spans.append(_Span(slice(a, b), slice(c, d), word, scores))
             word += (scores + 1) // 2
     return spans
-
-
-def _own(seeds: Keys, span: _Span) -> Keys:
-    """With which the sequence's dropout mask begins."""
-    return (seeds[0] + span.word * _STRIDE) % (1 << 32), seeds[1]
 
 
 class _Buffer:
@@ -312,7 +311,7 @@ def _softmax(scores, kept, seeds: Keys, dropout_p: float, scale: float) -> torch
     keep = scale_of(dropped_of(dropout_p))
     library = native() if scores.dtype in NAMES else None
     if library is not None:
-        n, least = scores.shape[-1], dropped_of(dropout_p) - _STEPS // 2
+        n, least = scores.shape[-1], least_of(dropped_of(dropout_p))
         pointers, threads = (scores.data_ptr(), kept.data_ptr()), torch.get_num_threads()
         call = getattr(library, f"forward_{NAMES[scores.dtype]}")
         call(*pointers, scores.numel() // n, n, *seeds, least, scale, keep, threads)
@@ -352,7 +351,7 @@ def native(library: ctypes.CDLL) -> bool:
         backward.argtypes, backward.restype = (_P, _P, _P, _N, _N, _F, _F, _I), None
     scores = torch.linspace(-9, 9, 37 * 3, dtype=torch.float32, device="cpu").view(3, 37)
     p, kept = scores.clone(), torch.empty_like(scores)
-    library.forward_float32(p.data_ptr(), kept.data_ptr(), 3, 37, 7, 9, 6554 - _STEPS // 2, 1.0, 1.0, 1)
+    library.forward_float32(p.data_ptr(), kept.data_ptr(), 3, 37, 7, 9, least_of(6554), 1.0, 1.0, 1)
     stays = keep_by_torch(scores.numel(), (7, 9), 6554).view(scores.shape)
     return torch.equal(stays, p > 0) and p.abs().allclose(scores.softmax(-1), rtol=1e-5)
 
