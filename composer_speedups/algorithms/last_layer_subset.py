@@ -37,13 +37,16 @@ from composer_speedups.families import (
     reads_first,
     stack_of,
 )
-from composer_speedups.first_only import FIRST_OF, FirstOnly
 from composer_speedups.first_request import ask
+from composer_speedups.packed.by_family import BY_FAMILY
+from composer_speedups.packed.first import FirstOnly
 from composer_speedups.packed.modernbert import window_of
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, mix_in, stock_forward
 
 __all__ = ["LastLayerSubset", "apply_last_layer_subset"]
+
+_FIRST_OF = {name: family.first for name, family in BY_FAMILY.items() if family.first}  # the last layer
 
 
 def apply_last_layer_subset(model: torch.nn.Module) -> int:
@@ -58,7 +61,7 @@ def apply_last_layer_subset(model: torch.nn.Module) -> int:
     owners = [(m, encoder) for m in model.modules() if (encoder := _encoder(m)) is not None]
     for owner, encoder in owners:
         mix_in(_Owner, owner)
-        mix_in(FIRST_OF[owner.config.model_type], layers_of(encoder)[-1])
+        mix_in(_FIRST_OF[owner.config.model_type], layers_of(encoder)[-1])
     return len(owners)
 
 
@@ -76,7 +79,7 @@ class LastLayerSubset(SpeedUp):
         self.report(
             logger,
             count,
-            f"no sequence classifier of {', '.join(FIRST_OF)} with transformers' own forward in the model; other "
+            f"no sequence classifier of {', '.join(_FIRST_OF)} with transformers' own forward in the model; other "
             "heads read every token",
             already=having(state.model, _Owner),
         )
@@ -85,7 +88,7 @@ class LastLayerSubset(SpeedUp):
 def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
     """The stack of layers of the classifier `owner`, if its last layer may be cut."""
     config = getattr(owner, "config", None)
-    if not (reads_first(owner) and stock_forward(owner) and config.model_type in FIRST_OF):
+    if not (reads_first(owner) and stock_forward(owner) and config.model_type in _FIRST_OF):
         return None
     encoder = stack_of(getattr(owner, getattr(owner, "base_model_prefix", ""), None))
     if isinstance(owner, _Owner) or getattr(config, "is_decoder", False) or adds_to_scores(config) or encoder is None:

@@ -61,13 +61,7 @@ from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.arguments import check_count, check_flag
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import (
-    ALBERT,
-    BERT_LIKE,
-    DEBERTA,
-    DISTILBERT,
-    ESM,
     MODERNBERT,
-    MPNET,
     READ_ANYWHERE,
     READ_FIRST,
     UNPADDABLE,
@@ -80,14 +74,8 @@ from composer_speedups.families import (
 )
 from composer_speedups.kernels.attention_trial import Trials
 from composer_speedups.kernels.tensors import compute_dtype
-from composer_speedups.packed.albert import pack_albert
-from composer_speedups.packed.bert import pack_bert
-from composer_speedups.packed.deberta import pack_deberta
-from composer_speedups.packed.distilbert import pack_distilbert
+from composer_speedups.packed.by_family import BY_FAMILY
 from composer_speedups.packed.encoder import PackedAttention, PackedEncoder
-from composer_speedups.packed.esm import pack_esm
-from composer_speedups.packed.modernbert import pack_modernbert
-from composer_speedups.packed.mpnet import pack_mpnet
 from composer_speedups.packed.packing import count_on_host, hand_over, labels_at_padding
 from composer_speedups.packed.unpaddable import owners_in, why_not
 from composer_speedups.speedup import SpeedUp, Stage
@@ -96,16 +84,6 @@ from composer_speedups.surgery import hooked
 __all__ = ["Unpadding", "apply_unpadding"]
 
 log = logging.getLogger("composer_speedups")
-
-_PACK = {  # by family
-    **dict.fromkeys(BERT_LIKE, pack_bert),
-    **dict.fromkeys(ALBERT, pack_albert),
-    **dict.fromkeys(DEBERTA, pack_deberta),
-    **dict.fromkeys(DISTILBERT, pack_distilbert),
-    **dict.fromkeys(ESM, pack_esm),
-    **dict.fromkeys(MODERNBERT, pack_modernbert),
-    **dict.fromkeys(MPNET, pack_mpnet),
-}
 
 
 def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attention: bool = False) -> int:
@@ -135,7 +113,7 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
         heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
         anywhere = bool(readers) and all(has_head(m, heads) and not reads_first(m) for m in readers)
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
-        count += _PACK[family](encoder, readers[-1] if readers else None)
+        count += BY_FAMILY[family].pack(encoder, readers[-1] if readers else None)
         for layer in [m for m in encoder.modules() if isinstance(m, PackedAttention)]:
             layer.trials = trials
     return count

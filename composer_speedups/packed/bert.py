@@ -1,4 +1,4 @@
-"""BERT, and what is built as it is, on packed tokens: mixed into its modules by `Unpadding`."""
+"""BERT, and what is built as it is: what `Unpadding` and `LastLayerSubset` mix into their modules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from transformers.utils import ModelOutput
 from composer_speedups.compat import places_without_pooler
 from composer_speedups.families import attention_of, layers_of, takes_first
 from composer_speedups.first_request import asked_for_first
+from composer_speedups.joint_linear import joint_linear
 from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for_compiled, packed_as
+from composer_speedups.packed.first import FirstOnly, attend_as_bert
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["PackedBert", "PackedBertAttention", "PackedBertEncoder", "pack_bert", "pack_parts"]
+__all__ = ["FirstOfBert", "PackedBert", "PackedBertAttention", "PackedBertEncoder", "pack_bert", "pack_parts"]
 
 
 def pack_bert(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
@@ -134,6 +136,22 @@ class PackedBertAttention(PackedAttention):
 
     def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
         return self.query, self.key, self.value
+
+
+class FirstOfBert(FirstOnly):
+    """Mixed into the last layer: keys and values of all tokens, everything else of the first ones."""
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return self.attention, self.attention.self, self.attention.self.dropout
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        attention = self.attention.self
+        keys_and_values = joint_linear((attention.key, attention.value), hidden_states)
+        context = attend_as_bert(attention, attention.query(first), keys_and_values, mask)
+        attended = self.attention.output(context, first)
+        return self.output(self.intermediate(attended), attended)
 
 
 class _MaskedHead:

@@ -1,29 +1,33 @@
-"""DeBERTa-v2 and -v3 on packed tokens: mixed into their modules by `Unpadding`.
+"""DeBERTa-v2 and -v3: what `Unpadding` and `LastLayerSubset` mix into their modules.
 
-Their encoder makes its masks and its relative positions from the shape of a padded batch, so its layers are run from
-here, with what they need of both. All else is called as it is.
+Their encoder makes its masks and its relative positions from the shape of a padded batch, so packed, its layers are run
+from here, with what they need of both. All else is called as it is.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 from composer_speedups.compat import attention_dropout
+from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.disentangled import Places, disentangled_attention, in_c
 from composer_speedups.kernels.varlen_attention import varlen_attention
-from composer_speedups.packed.bert import PackedBertAttention, pack_parts
+from composer_speedups.packed.bert import FirstOfBert, PackedBertAttention, pack_parts
 from composer_speedups.packed.encoder import PackedEncoder, for_compiled
+from composer_speedups.packed.first import attend, of_keys, with_one_more
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["of_distances", "pack_deberta", "scale_of"]
+__all__ = ["FirstOfDeberta", "pack_deberta"]
 
 _KINDS = ("c2p", "p2c")  # content to position: queries meet distances; position to content: keys do
 _REACH = 64  # distances are known up to a multiple of it: what is multiplied with them seldom changes its shape
@@ -72,13 +76,13 @@ class _Stack:
 class _Attention(PackedBertAttention):
     def packed(self, hidden_states: torch.Tensor, packing: Packing, *args: Any, **kwargs: Any) -> tuple:
         q, k, v = self.project(hidden_states)
-        dropout, scale = attention_dropout(self), scale_of(self)
+        dropout, scale = attention_dropout(self), _scale_of(self)
         if not _kinds(self):
             out = varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout, scale)
             return out.flatten(1), None
         places = kwargs["relative_pos"]
         distances = self.pos_dropout(kwargs["rel_embeddings"])[slice(*places.used)]
-        positions = of_distances(self, distances)
+        positions = _of_distances(self, distances)
         return disentangled_attention(q, k, v, *positions, places, packing.lengths, dropout, scale).flatten(1), None
 
     def kernel(self, queries: torch.Tensor) -> str:
@@ -90,7 +94,72 @@ class _Attention(PackedBertAttention):
         return self.query_proj, self.key_proj, self.value_proj
 
 
-def of_distances(
+class FirstOfDeberta(FirstOfBert):
+    """The same, with products with the distances of a row's first token."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask, query_states=None, relative_pos=None, rel_embeddings=None,
+        output_attentions: bool = False, first_only: bool = False,
+    ):  # fmt: skip
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            query_states=query_states,
+            relative_pos=relative_pos,
+            rel_embeddings=rel_embeddings,
+            output_attentions=output_attentions,
+            first_only=first_only,
+        )
+
+    @staticmethod
+    def result(hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return hidden_states, None  # in every version of transformers
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        """Of one query a row, products with positions are part of the keys, and of one number more that each has."""
+        attention = self.attention.self
+        keys_and_values = joint_linear((attention.key_proj, attention.value_proj), hidden_states)
+        projected = attention.query_proj(first), *keys_and_values
+        q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in projected)
+        width = q.shape[-1]
+        if attention.relative_attention:
+            pos_key, pos_query = _of_distances(attention, self.distances(mask, given))
+            more = torch.zeros_like(k[..., :1])
+            if pos_query is not None:
+                more = (k * of_keys(pos_query, mask, len(k))).sum(-1, keepdim=True)
+            k = k if pos_key is None else k + of_keys(pos_key, mask, len(k))
+            q, k, v = with_one_more(q, k, v, more)
+        dropout, scale = attention_dropout(attention), _scale_of(attention)
+        # float16 has no room for three products before they are scaled; by a power of two nothing is rounded.
+        first_part = 2.0 ** math.floor(math.log2(scale))
+        q, scale = q * first_part, scale / first_part
+        if isinstance(mask, Packing):
+            context = attend(q, k, v, mask, dropout, scale)
+        else:  # of pairs, 0 where one is padding; a row that begins with padding takes a mean, and has no gradient
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            scores = q @ k.mT * scale
+            if mask is not None:
+                scores = scores.masked_fill(mask[:, :, :1] == 0, torch.finfo(q.dtype).min)
+            context = (F.dropout(F.softmax(scores, -1), dropout) @ v).transpose(1, 2).flatten(-2)
+        context = context.unflatten(-1, (-1, v.shape[-1]))[..., :width].flatten(-2)
+        attended = self.attention.output(context, first)
+        return self.output(self.intermediate(attended), attended)
+
+    def distances(self, mask: Any, given: dict[str, Any]) -> torch.Tensor:
+        """[length, width]: the embeddings of the distances of a row's first token to all."""
+        attention, embeddings, places = self.attention.self, given["rel_embeddings"], given["relative_pos"]
+        if isinstance(mask, Packing):
+            back = torch.arange(mask.lengths.longest, device=embeddings.device)
+            rows = places.rows[places.reach - back] + places.used[0]
+        else:
+            span = attention.pos_ebd_size
+            rows = (places[..., 0, :].flatten() + span).clamp(0, 2 * span - 1)
+        return attention.pos_dropout(embeddings)[rows]
+
+
+def _of_distances(
     attention: torch.nn.Module, distances: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What queries and what keys meet of the embeddings `distances` [n, width]: [n, heads, width of a head] or None."""
@@ -103,7 +172,7 @@ def of_distances(
     )
 
 
-def scale_of(attention: torch.nn.Module) -> float:
+def _scale_of(attention: torch.nn.Module) -> float:
     """Of its scores. The model takes the root in float32, whatever its type, and counts kinds that it may not use."""
     kinds = 1 + sum(kind in attention.pos_att_type for kind in _KINDS)
     return 1 / float(np.sqrt(np.float32(attention.attention_head_size * kinds)))

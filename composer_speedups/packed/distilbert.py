@@ -1,4 +1,4 @@
-"""DistilBERT on packed tokens: mixed into its modules by `Unpadding`.
+"""DistilBERT: what `Unpadding` and `LastLayerSubset` mix into its modules.
 
 The same mathematics as BERT's under other names, without token types and pooler. In transformers 4.53 its embeddings
 take no positions, its layers take head masks, and its attention takes the same tensor three times.
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from composer_speedups.joint_linear import joint_linear
 from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for_compiled
+from composer_speedups.packed.first import FirstOnly, attend_as_bert
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["pack_distilbert"]
+__all__ = ["FirstOfDistilBert", "pack_distilbert"]
 
 
 def pack_distilbert(encoder: torch.nn.Module, _owner: torch.nn.Module | None) -> int:
@@ -70,3 +72,24 @@ class _Attention(PackedAttention):
 
     def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
         return self.q_lin, self.k_lin, self.v_lin
+
+
+class FirstOfDistilBert(FirstOnly):
+    """Mixed into the last layer: BERT's under other names."""
+
+    masks_are_rows = True  # in eager attention of transformers 4.53
+
+    def must_be_whole(self) -> bool:
+        return super().must_be_whole() or bool(self.ffn.chunk_size_feed_forward)  # it would cut one token
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return self.attention, self.attention.dropout
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        attention = self.attention
+        keys_and_values = joint_linear((attention.k_lin, attention.v_lin), hidden_states)
+        context = attend_as_bert(attention, attention.q_lin(first), keys_and_values, mask)
+        attended = self.sa_layer_norm(attention.out_lin(context) + first)
+        return self.output_layer_norm(self.ffn(attended) + attended)

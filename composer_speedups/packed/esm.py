@@ -1,4 +1,4 @@
-"""ESM, a BERT of proteins, on packed tokens: mixed into its modules by `Unpadding`.
+"""ESM, a BERT of proteins: what `Unpadding` and `LastLayerSubset` mix into its modules.
 
 BERT's modules, with norms before what they feed. Its embeddings count the masked tokens of each row, so that they are
 made of padded ids and packed afterwards, and those of padding are zeros. Positions are rotations of queries and keys in
@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
+from composer_speedups.compat import attention_dropout
+from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.rotary import rotary, serves
 from composer_speedups.kernels.tensors import shape_only
 from composer_speedups.packed.bert import PackedBert, PackedBertAttention, pack_parts
+from composer_speedups.packed.first import FirstOnly, attend
 from composer_speedups.packed.modernbert import Rotations, turned
 from composer_speedups.packed.packing import Packing
 
-__all__ = ["esm_rotations", "esm_turned", "pack_esm", "turns_alike"]
+__all__ = ["FirstOfEsm", "pack_esm", "turns_alike"]
 
 
 def pack_esm(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
@@ -37,7 +40,7 @@ def turns_alike(encoder: torch.nn.Module) -> bool:
     return all(torch.equal(own[0], other) for other in own[1:])
 
 
-def esm_rotations(attention: torch.nn.Module, like: torch.Tensor, length: int) -> Rotations:
+def _own_rotations(attention: torch.nn.Module, like: torch.Tensor, length: int) -> Rotations:
     """Cosine and sine, [1, length, width of a head], of an attention that has its own (transformers 4.53).
 
     As its own code makes them: in the dtype of its frequencies, of which a model that is bfloat16 itself has few bits.
@@ -50,7 +53,7 @@ def esm_rotations(attention: torch.nn.Module, like: torch.Tensor, length: int) -
     return angles.cos().to(wide), angles.sin().to(wide)
 
 
-def esm_turned(attention: torch.nn.Module, rotations: Rotations, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+def _esm_turned(attention: torch.nn.Module, rotations: Rotations, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Each of `tensors`, one or two, [..., tokens, heads, width of a head], turned to its positions, rounded once."""
     if not hasattr(attention, "rotary_embeddings"):
         return turned(attention, rotations, *tensors)
@@ -84,7 +87,7 @@ class _Encoder(PackedBert):
         if self.embeddings.position_embedding_type != "rotary":
             return None
         if not hasattr(self, "rotary_embeddings"):  # 4.53, which turns by columns, whatever positions are given
-            return esm_rotations(self.encoder.layer[0].attention.self, like, length)
+            return _own_rotations(self.encoder.layer[0].attention.self, like, length)
         positions = torch.arange(length, device=like.device)[None] if positions is None else positions
         like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))  # whose type they will have
         return self.rotary_embeddings(like, positions)
@@ -95,5 +98,30 @@ class _Attention(PackedBertAttention):
         q, k, v = self.project(hidden_states)
         if packing.rotations is not None:
             # Queries are scaled with the scores, not before as in the stock code: to a rounding the same.
-            q, k = esm_turned(self, packing.rotations, q, k)
+            q, k = _esm_turned(self, packing.rotations, q, k)
         return self.attend((q, k, v), packing), None
+
+
+class FirstOfEsm(FirstOnly):
+    """Mixed into the last layer, whose norms come before what they feed: all tokens need the first of them."""
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        inside = (getattr(self.attention.self, name, None) for name in ("dropout", "rotary_embeddings"))
+        return self.attention, self.attention.self, *(m for m in inside if isinstance(m, torch.nn.Module))
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        attention, packed = self.attention.self, isinstance(mask, Packing)
+        normed = self.attention.LayerNorm(hidden_states)
+        normed_first = mask.first(normed) if packed else normed[:, :1]
+        projected = attention.query(normed_first), *joint_linear((attention.key, attention.value), normed)
+        q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in projected)
+        if attention.position_embedding_type == "rotary":
+            rotations = mask.rotations if packed else given.get("position_embeddings")
+            if rotations is None:  # transformers 4.53
+                rotations = _own_rotations(attention, k, k.shape[1])
+            rotations_first = [mask.first(x) if packed else x[:, :1] for x in rotations]
+            (q,), (k,) = _esm_turned(attention, rotations_first, q), _esm_turned(attention, rotations, k)
+        context = attend(q, k, v, mask, attention_dropout(attention))
+        return self.feed_forward_chunk(self.attention.output(context, first))

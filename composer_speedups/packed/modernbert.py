@@ -1,4 +1,4 @@
-"""ModernBERT on packed tokens: mixed into its modules by `Unpadding`.
+"""ModernBERT: what `Unpadding` and `LastLayerSubset` mix into its modules.
 
 Positions are rotations of queries and keys, and most layers see a window of tokens only. In transformers 4.53 each
 layer's attention has its own rotations; in 5.x the encoder has them, and the layers are given what it computes.
@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from composer_speedups.joint_linear import only_linear, part_of_linear
 from composer_speedups.kernels.rotary import rotary, serves
 from composer_speedups.kernels.varlen_attention import varlen_attention
 from composer_speedups.packed.encoder import PackedAttention, PackedEncoder, for_compiled
+from composer_speedups.packed.first import FirstOnly, attend
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["pack_modernbert", "rotations_of", "turned", "unpads_itself", "window_of"]
+__all__ = ["FirstOfModernBert", "pack_modernbert", "turned", "unpads_itself", "window_of"]
 
 Rotations = tuple[torch.Tensor, torch.Tensor]  # cosine and sine, [..., tokens, width of a head]
 
@@ -43,7 +45,7 @@ def window_of(attention: torch.nn.Module) -> int:
     return -1 if attention.sliding_window is None else attention.sliding_window - 1
 
 
-def rotations_of(given: dict[str, Any]) -> Rotations:
+def _rotations_of(given: dict[str, Any]) -> Rotations:
     """What `_Encoder` gives a layer, among its arguments by name."""
     return given["position_embeddings" if "position_embeddings" in given else "position_ids"]
 
@@ -111,10 +113,39 @@ class _Attention(PackedAttention):
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, *args, **kwargs)
         q, k, v = self.Wqkv(hidden_states).unflatten(-1, (3, -1, self.head_dim)).unbind(-3)
-        q, k = turned(self, rotations_of(kwargs), q, k)
+        q, k = turned(self, _rotations_of(kwargs), q, k)
         dropout = self.attention_dropout if self.training else 0.0
         out = varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout, window=window_of(self))
         return self.out_drop(self.Wo(out.flatten(1))), None
 
     def projections(self) -> tuple[torch.nn.Module, ...]:
         return (self.Wqkv,)
+
+
+class FirstOfModernBert(FirstOnly):
+    """Mixed into the last layer: of the linear layer of queries, keys and values first tokens need one part."""
+
+    def must_be_whole(self) -> bool:
+        return super().must_be_whole() or not only_linear(self.attn.Wqkv)
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return (self.attn,)
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        attention, width = self.attn, hidden_states.shape[-1]
+        normed, packed = self.attn_norm(hidden_states), isinstance(mask, Packing)
+        normed_first = mask.first(normed) if packed else normed[:, :1]
+        query = part_of_linear(attention.Wqkv, normed_first, slice(width))
+        projected = query, *part_of_linear(attention.Wqkv, normed, slice(width, None)).chunk(2, -1)
+        if "position_embeddings" in given or packed:
+            rotations = _rotations_of(given)
+        else:  # transformers 4.53
+            rotations = attention.rotary_emb(normed, position_ids=given["position_ids"])
+        rotations_first = [mask.first(x) if packed else x[:, :1] for x in rotations]
+        q, k, v = (x.unflatten(-1, (-1, attention.head_dim)) for x in projected)
+        (q,), (k,) = turned(attention, rotations_first, q), turned(attention, rotations, k)
+        context = attend(q, k, v, mask, attention.attention_dropout if attention.training else 0.0)
+        attended = first + attention.out_drop(attention.Wo(context))
+        return attended + self.mlp(self.mlp_norm(attended))

@@ -1,7 +1,7 @@
-"""MPNet on packed tokens: mixed into its modules by `Unpadding`.
+"""MPNet: what `Unpadding` and `LastLayerSubset` mix into its modules.
 
 BERT's modules but for its attention, which adds a number for the distance of two tokens to their score. Its encoder
-makes those for a padded batch, so its layers are run from here, with the table that the numbers are from.
+makes those for a padded batch, so packed, its layers are run from here, with the table that the numbers are from.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from composer_speedups.compat import MPNET_AFTER_MASK, attention_dropout
 from composer_speedups.first_request import asked_for_first
+from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels.disentangled import Places, in_c
 from composer_speedups.kernels.distance_bias import distance_biased_attention, padded_bias
 from composer_speedups.kernels.tensors import compute_dtype
 from composer_speedups.packed.bert import PackedBert, PackedBertAttention, pack_parts
 from composer_speedups.packed.encoder import compiled
+from composer_speedups.packed.first import FirstOnly, attend, of_keys, with_one_more
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["pack_mpnet"]
+__all__ = ["FirstOfMPNet", "pack_mpnet"]
 
 _AT = MPNET_AFTER_MASK.index("position_bias")
 _BUCKETS = 32  # of distances: the model has as many whatever its configuration says
@@ -93,6 +95,46 @@ class _Attention(PackedBertAttention):
 
     def projections(self) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
         return self.q, self.k, self.v
+
+
+class FirstOfMPNet(FirstOnly):
+    """Mixed into the last layer, which is given what distances add to scores."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *args: Any, **kwargs: Any):
+        for i, value in enumerate(args):
+            kwargs[MPNET_AFTER_MASK[i]] = value
+        return super().forward(hidden_states, attention_mask, **kwargs)
+
+    @staticmethod
+    def result(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
+        return (hidden_states,)  # in every version of transformers
+
+    def worked_around(self) -> tuple[torch.nn.Module, ...]:
+        return self.attention, self.attention.attn, self.attention.attn.dropout
+
+    def compute_first(
+        self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
+    ) -> torch.Tensor:
+        """Packed, what is added to the scores of one query a row is a number more that each key has."""
+        attention, bias = self.attention.attn, given["position_bias"]
+        projected = attention.q(first), *joint_linear((attention.k, attention.v), hidden_states)
+        q, k, v = (x.unflatten(-1, (-1, attention.attention_head_size)) for x in projected)
+        width, dropout = q.shape[-1], attention_dropout(attention)
+        scale = width**-0.5
+        if isinstance(mask, Packing):
+            back = torch.arange(mask.lengths.longest, device=hidden_states.device)
+            more = bias[:, mask.places.rows[mask.places.reach - back]].t() / scale
+            q, k, v = with_one_more(q, k, v, of_keys(more, mask, len(k))[..., None])
+            context = attend(q, k, v, mask, dropout, scale).unflatten(-1, (-1, v.shape[-1]))[..., :width].flatten(-2)
+        else:
+            added = bias[:, :, :1].to(q.dtype)
+            if mask is not None:
+                mask = mask[:, :, :1]
+                least = torch.finfo(q.dtype).min
+                added = added.masked_fill(~mask, least) if mask.dtype == torch.bool else added + mask
+            context = attend(q, k, v, added, dropout, scale)
+        attended = self.attention.LayerNorm(self.attention.dropout(attention.o(context)) + first)
+        return self.output(self.intermediate(attended), attended)
 
 
 @cache

@@ -21,9 +21,10 @@ from composer_speedups import (
     apply_last_layer_subset,
     apply_unpadding,
 )
-from composer_speedups import first_only as module
 from composer_speedups.families import attention_of, layers_of, stack_of
 from composer_speedups.joint_linear import joint_linear, part_of_linear
+from composer_speedups.packed.by_family import BY_FAMILY
+from composer_speedups.packed.first import FirstOnly
 
 MODELS = ["Bert", "Roberta", "Electra", "DistilBert", "ModernBert", "MPNet", "DebertaV2", "Esm"]
 EACH_KIND = pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "MPNet", "DebertaV2", "Esm"])
@@ -562,18 +563,21 @@ def test_a_planted_fault_is_found(fault: str, family: str, monkeypatch) -> None:
     stock = make(family)
     fast = copy.deepcopy(stock)
     apply_last_layer_subset(fast)
-    forward = module.FirstOnly.forward
+    forward = FirstOnly.forward
     if fault == "mask":
 
         def maskless(self, x, mask=None, *args, attention_mask=None, **named):
             return forward(self, x, None, *args, **named)
 
-        monkeypatch.setattr(module.FirstOnly, "forward", maskless)
+        monkeypatch.setattr(FirstOnly, "forward", maskless)
     elif fault == "kv":
-        monkeypatch.setattr(module, "joint_linear", lambda layers, x: joint_linear(layers, x)[::-1])
-        monkeypatch.setattr(module, "part_of_linear", lambda *given: part_of_linear(*given).flip(-1))
+        home = sys.modules[BY_FAMILY[stock.config.model_type].first.__module__]
+        if hasattr(home, "part_of_linear"):
+            monkeypatch.setattr(home, "part_of_linear", lambda *given: part_of_linear(*given).flip(-1))
+        else:
+            monkeypatch.setattr(home, "joint_linear", lambda layers, x: joint_linear(layers, x)[::-1])
     else:
-        monkeypatch.setattr(module.FirstOnly, "forward", lambda self, x, *a, **k: forward(self, x.flip(1), *a, **k))
+        monkeypatch.setattr(FirstOnly, "forward", lambda self, x, *a, **k: forward(self, x.flip(1), *a, **k))
     with pytest.raises(AssertionError, match="not close"):
         compare(stock, fast, batch())
 

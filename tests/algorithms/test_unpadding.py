@@ -29,9 +29,7 @@ from unpadded import (
 )
 
 from composer_speedups import apply_last_layer_subset, apply_masked_token_head, apply_unpadding
-from composer_speedups.algorithms.unpadding import _PACK
 from composer_speedups.families import UNPADDABLE
-from composer_speedups.first_only import FIRST_OF
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.kernels import disentangled, fused_attention
 from composer_speedups.packed import bert as packed_bert
@@ -39,6 +37,7 @@ from composer_speedups.packed import distilbert as packed_distilbert
 from composer_speedups.packed import encoder as packed_encoder
 from composer_speedups.packed import mpnet as packed_mpnet
 from composer_speedups.packed import packing
+from composer_speedups.packed.by_family import BY_FAMILY
 from composer_speedups.packed.packing import Packing, count_on_host, count_tokens, hand_over, tie_counts
 
 
@@ -46,7 +45,7 @@ def test_every_family_is_tested() -> None:
     """And none is packed, or has its last layer cut, as another is because nobody said how."""
     tested = {tiny_config(family).model_type for family in FAMILIES}
     assert tested == set(UNPADDABLE), "FAMILIES in tests/unpadded.py has the others"
-    assert _PACK.keys() == set(UNPADDABLE) and FIRST_OF.keys() <= set(UNPADDABLE)
+    assert BY_FAMILY.keys() == set(UNPADDABLE)
 
 
 @pytest.mark.parametrize("kind", ["right", "holes", "left", "full"])
