@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _check_folders(given)
-        code = app(args=given, prog_name="composer-speedups", standalone_mode=False)
+        code = app(args=given, obj=given, prog_name="composer-speedups", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:

@@ -1,11 +1,13 @@
-"""Which runs a study makes, and in what order."""
+"""Which runs a study makes, in what order, and how long one may take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PlannedRun", "interleave"]
+__all__ = ["TIMEOUT", "PlannedRun", "interleave"]
+
+TIMEOUT = 2 * 3600.0  # seconds
 
 
 @dataclass(frozen=True)

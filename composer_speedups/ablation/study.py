@@ -15,7 +15,7 @@ from rich.markup import escape
 from composer_speedups.ablation.aside import STORE, copied_aside
 from composer_speedups.ablation.jobs import PRELOAD
 from composer_speedups.ablation.output import Findings, findings, write_all
-from composer_speedups.ablation.plan import interleave
+from composer_speedups.ablation.plan import TIMEOUT, interleave
 from composer_speedups.ablation.store import Store
 from composer_speedups.ablation.terminal import make_console
 from composer_speedups.ablation.work import Work, check_stored_ranks
@@ -23,9 +23,8 @@ from composer_speedups.errors import UserError
 from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.tasks.inputs import marks, read_by
 
-__all__ = ["TIMEOUT", "Entries", "Settings", "Study", "StudyResult", "plan_study", "run_study"]
+__all__ = ["Entries", "Settings", "Study", "StudyResult", "plan_study", "run_study"]
 
-TIMEOUT = 2 * 3600.0  # seconds that one run may take
 _JOBS = "composer_speedups.ablation.jobs"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from composer_speedups.ablation.plan import TIMEOUT
+from composer_speedups.commands.typed import typed
 from composer_speedups.termination import stop_on_termination
 from composer_speedups.verification.findings import NOT_VERIFIED
 
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["ABLATE_EXAMPLE", "ablate"]
 
 ABLATE_EXAMPLE = "Example: composer-speedups ablate demo --seeds 3 --out runs/demo task.max_length=64"
-_TIMEOUT = 120.0  # minutes
 
 
 def ablate(
+    context: typer.Context,
     what: Annotated[
         list[str],
         typer.Argument(metavar="SUITE|RECIPE... [KEY=VALUE]...", help="A suite, or recipes; changes with dotted keys."),
@@ -34,7 +35,7 @@ def ablate(
     baseline: Annotated[
         str | None, typer.Option(help="Compare with this recipe [default: the suite's, or the first].")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Minutes that one run may take.", min=0.01)] = _TIMEOUT,
+    timeout: Annotated[float, typer.Option(help="Minutes that one run may take.", min=0.01)] = TIMEOUT / 60,
     retry: Annotated[bool, typer.Option("--retry", help="Make failed and skipped runs again.")] = False,
     plan: Annotated[
         str | None,
@@ -99,8 +100,8 @@ def ablate(
     check_trainings(recipes, chosen, console)
     folder = out if out is not None else Path("runs") / name
     stop_on_termination()
-    samples = tune_samples if tune else None
-    command = _command(what, seeds, out, baseline, plan, equal_batch, profile, samples, timeout, verify, ranks)
+    settled = {"--seeds": seeds} | ({"--tune-samples": tune_samples} if tune else {})
+    command = typed(context, settled, without=("--retry", "--dry-run"))
     untuned = recipes
     if tune and dry_run:
         console.print(f"Each row would be tuned first, with {tune_samples:,} samples; the plan shows them untuned.")
@@ -187,29 +188,3 @@ def _say_tuning(
     count, seconds = expected_tuning(rows, folder / "recipes", settings, peaks, hardware.hardware())
     about = f", about {duration(seconds)}" if count and seconds is not None else ""
     console.print(f"To tune before that: {count} rows, {samples:,} samples each{about}", highlight=False)
-
-
-def _command(
-    what: list[str],
-    seeds: int,
-    out: Path | None,
-    baseline: str | None,
-    plan: str | None,
-    equal: bool,
-    profile: bool,
-    tune: int | None,
-    timeout: float,
-    verify: bool,
-    ranks: int,
-) -> str:
-    words: list[Any] = ["composer-speedups", "ablate", *what, "--seeds", seeds]
-    words += ["--out", out] if out is not None else []
-    words += ["--baseline", baseline] if baseline is not None else []
-    words += ["--plan", plan] if plan is not None else []
-    words += ["--equal-batch"] if equal else []
-    words += [] if profile else ["--no-profile"]
-    words += ["--verify"] if verify else []
-    words += ["--ranks", ranks] if ranks > 1 else []
-    words += [] if tune is None else ["--tune", "--tune-samples", tune]
-    words += [] if timeout == _TIMEOUT else ["--timeout", f"{timeout:g}"]
-    return shlex.join(map(str, words))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from composer_speedups import registry
+from composer_speedups.commands.typed import typed
 from composer_speedups.errors import RecipeError
 from composer_speedups.recipes.yaml import inline
 
@@ -28,6 +29,7 @@ RECOMMEND_EXAMPLE = (
 
 
 def recommend(
+    context: typer.Context,
     options: Annotated[
         list[str] | None,
         typer.Argument(
@@ -58,13 +60,11 @@ def recommend(
     base = _plain(model, task, overrides)
     stem = "".join(c if c.isalnum() or c in "._-" else "_" for c in Path(model).name) or "model"
     folder = out if out is not None else Path("runs") / f"recommend-{stem}-{base.task.name}"
-    words: list[Any] = ["composer-speedups", "recommend", "--model", model, "--task", task, *(options or ())]
-    words += ["--ranks", ranks] if ranks > 1 else []
-    words += ["--minutes", f"{minutes:g}", "--out", folder]
+    settled = {"--model": model, "--task": task, "--minutes": f"{minutes:g}", "--out": folder}
     stop_on_termination()
     console = make_console()
     own_batch = any(override.startswith("batch_size=") for override in overrides)
-    command = shlex.join(map(str, words))
+    command = typed(context, settled)
     found = run(base, minutes=minutes, out=folder, own_batch=own_batch, ranks=ranks, command=command, console=console)
     if found.interrupted:
         console.print("Stopped. The same command goes on from here.", style="yellow")

@@ -7,21 +7,23 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from composer_speedups.commands.typed import typed
 from composer_speedups.errors import RecipeError, UserError
 from composer_speedups.recipes.yaml import show
+from composer_speedups.tuning.settings import SAMPLES, Settings
 
 __all__ = ["TUNE_EXAMPLE", "memory_bytes", "tune"]
 
 TUNE_EXAMPLE = "Example: composer-speedups tune cpu/fastest --samples 4000 --memory-limit 8GB --out mine.yaml"
-_TIMEOUT = 30.0  # minutes
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(B|[KMGT]i?B)", re.ASCII | re.IGNORECASE)
 
 
 def tune(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or the path of its YAML file.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, which the new recipe keeps.")
@@ -38,13 +40,15 @@ def tune(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Samples to train in all [default: 16000, and up to four whole trainings for the rate]."),
+        typer.Option(
+            help=f"Samples to train in all [default: {SAMPLES}, and up to four whole trainings for the rate]."
+        ),
     ] = None,
-    trials: Annotated[int, typer.Option(help="Learning rates to try in short runs, at most.")] = 8,
+    trials: Annotated[int, typer.Option(help="Learning rates to try in short runs, at most.")] = Settings.trials,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of each rank, such as 8GB [default: most of what there is].")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Minutes that one try may take.")] = _TIMEOUT,
+    timeout: Annotated[float, typer.Option(help="Minutes that one try may take.")] = Settings.timeout / 60,
     ranks: Annotated[
         int, typer.Option(help="Processes that train together (DDP), which share each batch: one for each GPU.", min=1)
     ] = 1,
@@ -59,7 +63,6 @@ def tune(
     from composer_speedups.isolation.ranks import train_words
     from composer_speedups.recipes import load_recipe
     from composer_speedups.termination import stop_on_termination
-    from composer_speedups.tuning.settings import Settings
     from composer_speedups.tuning.tune import tune as run
     from composer_speedups.tuning.written import extends_as
 
@@ -70,17 +73,6 @@ def tune(
     base = load_recipe(recipe, check_arguments=False)
     loaded = load_recipe(recipe, overrides or (), check_arguments=False)
     target = out if out is not None else Path(f"{base.name.rpartition('/')[2]}_tuned.yaml")
-    words: list[Any] = ["composer-speedups", "tune", recipe, *(overrides or ())]
-    words += [] if batch else ["--no-batch"]
-    words += [] if lr else ["--no-lr"]
-    words += ["--constant-effective-batch"] if constant else []
-    words += ["--goal", goal] if goal else []
-    words += ["--samples", samples] if samples is not None else []
-    words += ["--trials", trials]
-    words += ["--memory-limit", memory_limit] if memory_limit else []
-    words += ["--timeout", f"{timeout:g}"] if timeout != _TIMEOUT else []
-    words += ["--ranks", ranks] if ranks > 1 else []
-    words += ["--out", out] if out is not None else []
     stop_on_termination()
     console = make_console()
     tuned = run(
@@ -90,7 +82,7 @@ def tune(
         extends=extends_as(recipe, target),
         settings=settings,
         overwrite=overwrite,
-        command=shlex.join(map(str, words)),
+        command=typed(context, {"--trials": trials}, without=("--overwrite",)),
         console=console,
     )
     if tuned.recipe is None:
