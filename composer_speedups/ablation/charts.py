@@ -73,7 +73,7 @@ def _bars(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
     shown = [row for row in rows if row["speedup"]]
     if len(shown) < 2:
         return None
-    published = [(row.get("published") or {}).get("speedup") for row in shown]
+    published = [(row["published"] or {}).get("speedup") for row in shown]
     values = [1.0, *(row["speedup"] for row in shown), *(p for p in published if p)]
     # An interval of few seeds can be very wide: it is cut where it would squeeze all bars.
     reach = max(values) - min(values) or 0.1
@@ -156,7 +156,7 @@ def _speed_memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | No
 
 def shares(row: Row) -> dict[str, float]:
     """Of a row's step, the share of each kind of work, in the pictures' order; empty where nobody has looked."""
-    seconds = row.get("step_profile") or {}
+    seconds = row["step_profile"]
     whole = sum(seconds.values())
     return {kind: seconds[kind] / whole for kind in dict.fromkeys([*_TIME, *seconds]) if kind in seconds}
 
@@ -173,9 +173,7 @@ def _step_time(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
         for kind, share in shares(row).items():
             parts[kind if kind in parts else "other"] += share
         hints = {kind: f"{kind} {share:.1%}" for kind, share in parts.items()}
-        known = ", ".join(
-            f"{name} {1e3 * s:.2g} ms a step" for name, s in (row.get("step_profile_other") or {}).items()
-        )
+        known = ", ".join(f"{name} {1e3 * s:.2g} ms a step" for name, s in row["step_profile_other"].items())
         hints["other"] += f": {known}" if known else ""
         each = 1e3 / row["samples_per_second"]
         bars.append((names[row["recipe"]], [({k: s * each for k, s in parts.items()}, hints)], f"{each:.3g} ms"))
@@ -185,14 +183,14 @@ def _step_time(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
 
 def _memory(rows: Sequence[Row], names: Mapping[str, str]) -> Drawing | None:
     """For each recipe what was measured, and below it, thinner, what arithmetic had predicted."""
-    shown = [row for row in rows if row.get("memory")]
+    shown = [row for row in rows if row["memory"]]
     if not shown:
         return None
     kinds = {k: colour for k, colour in _MEMORY.items() if any(k in row["memory"] for row in shown)}
     bars = []
     for row in shown:
         both = []
-        for word, found in (("measured", row["memory"]), ("predicted", row.get("memory_predicted") or {})):
+        for word, found in (("measured", row["memory"]), ("predicted", row["memory_predicted"])):
             sizes = {kind: found.get(kind, 0) / 1e6 for kind in kinds}
             if found:
                 both.append((sizes, {kind: f"{kind} {size:,.1f} MB, {word}" for kind, size in sizes.items()}))

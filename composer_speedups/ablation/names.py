@@ -42,5 +42,5 @@ def marked_names(rows: Sequence[Row]) -> list[str]:
 
 
 def mark_names(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    marks = (("*" if row.get("no_effect") else "") + ("†" if row.get("overlapped") else "") for row in rows)
+    marks = (("*" if row["no_effect"] else "") + ("†" if row["overlapped"] else "") for row in rows)
     return [f"{name} {mark}" if mark else name for name, mark in zip(names, marks, strict=True)]

@@ -82,14 +82,14 @@ def _table(rows: Sequence[Row]) -> str:
         for _, key in columns:
             words = ' class="words"' if key == "verdict" else ""
             cells.append(f'<td data-value="{escape(_sort_key(row, key))}"{words}>{_cell(row, key, name)}</td>')
-        kind = "base" if row.get("baseline") else "" if row["seeds"] else "out"
+        kind = "base" if row["baseline"] else "" if row["seeds"] else "out"
         body.append(f'<tr data-recipe="{escape(row["recipe"])}" class="{kind}">{"".join(cells)}</tr>')
     return f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
 def _cell(row: Row, key: str, name: str) -> str:
     if key == "recipe":
-        description = row.get("description") or ""
+        description = row["description"]
         more = f"<small>{escape(description)}</small>" if description and description != name else ""
         # Where a long name may be broken: between its words.
         parts = re.sub("([_/+])", r"\1<wbr>", escape(name))
@@ -114,7 +114,7 @@ def _cell(row: Row, key: str, name: str) -> str:
 def _sort_key(row: Row, key: str) -> str:
     if key == "verdict":
         return cell(row, key)
-    value = (row.get("published") or {}).get("samples_per_second") if key == "published" else row.get(key)
+    value = (row["published"] or {}).get("samples_per_second") if key == "published" else row[key]
     return "" if value is None else str(int(value) if isinstance(value, bool) else value)
 
 
@@ -123,7 +123,7 @@ def _charts(drawings: Mapping[str, Drawing], baseline: str, rows: Sequence[Row])
         return ""
     captions = dict(_CAPTIONS)
     captions["speedups"] += _INTERVALS if any(row["speedup_interval"] for row in rows) else ""
-    captions["speedups"] += _DIAMONDS if any((row.get("published") or {}).get("speedup") for row in rows) else ""
+    captions["speedups"] += _DIAMONDS if any((row["published"] or {}).get("speedup") for row in rows) else ""
     captions["speed_memory"] += _STAIRS if "speed_memory" in drawings and drawings["speed_memory"].dashed else ""
     figures = []
     for name, drawing in drawings.items():
@@ -141,23 +141,23 @@ def _evidence(rows: Sequence[Row]) -> str:
         if not row["seeds"]:
             continue
         facts = dict(row["evidence"])
-        idle = row.get("no_effect") or []
+        idle = row["no_effect"]
         marked = [f"{key}{': CHANGED NOTHING' if key in idle else ''}" for key in facts]
         summary = f"<summary><b>{escape(name)}</b> {escape(', '.join(marked) or 'no speed-up')}</summary>"
         items: dict[str, str] = {key: ", ".join(f"{k} {v}" for k, v in value.items()) for key, value in facts.items()}
-        if as_it_ran := row.get("as_it_ran"):
+        if as_it_ran := row["as_it_ran"]:
             items["as it ran"] = ", ".join(f"{key} {value}" for key, value in as_it_ran.items())
         if parts := shares(row):
             items["time of a step"] = ", ".join(f"{kind} {share:.1%}" for kind, share in parts.items())
-        if sizes := row.get("memory"):
-            predicted = row.get("memory_predicted") or {}
+        if sizes := row["memory"]:
+            predicted = row["memory_predicted"]
             items["memory"] = ", ".join(
                 f"{kind} {sizes[kind] / 1e6:,.1f} MB"
                 + (f" (predicted {predicted.get(kind, 0) / 1e6:,.1f})" if predicted else "")
                 for kind in MEMORY_KINDS
                 if kind in sizes
             )
-        if numerics := row.get("numerics"):
+        if numerics := row["numerics"]:
             errors = f"gradients {numerics['gradients']:.1e} off float64, the plain model's {numerics['plain']:.1e}"
             items["numbers"] = f"{errors} in {numerics['precision']}" + "".join(f"; {w}" for w in numerics["wrong"])
         if row["kernels"]:

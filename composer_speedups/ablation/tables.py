@@ -90,7 +90,7 @@ def csv_table(rows: Sequence[Row]) -> str:
 
 
 def _flat(row: Row) -> dict[str, Any]:
-    published = row.get("published") or {}
+    published = row["published"] or {}
     speed_low, speed_high = row["speedup_interval"] or (None, None)
     return {
         "recipe": row["recipe"],
@@ -118,13 +118,13 @@ def _flat(row: Row) -> dict[str, Any]:
         "eval_loss": row["eval_loss"],
         "eval_accuracy": row["eval_accuracy"],
         **_bounds(row, "eval_accuracy"),
-        "eval_r2": row.get("eval_r2"),
+        "eval_r2": row["eval_r2"],
         **_bounds(row, "eval_r2"),
         "stable": row["stable"],
         "quality_verdict": row["quality_verdict"],
         "no_effect": " ".join(row["no_effect"]),
-        "numerics_hold": (row.get("numerics") or {}).get("holds"),
-        "overlapped": " ".join(map(str, row["overlapped"] or ())),
+        "numerics_hold": row["numerics"].get("holds"),
+        "overlapped": " ".join(map(str, row["overlapped"])),
         "kernels": " ".join(row["kernels"]),
         "published_samples_per_second": published.get("samples_per_second"),
         "published_speedup": published.get("speedup"),
@@ -150,7 +150,6 @@ def cell(row: Row, key: str) -> str:
         return _published(row)
     if not row["seeds"]:
         return f"{row['status']}: {row['reason']}" if key == "verdict" else ""
-    value = row.get(key)
     if key == "samples_per_second":
         return _speed(row)
     if key == "speedup":
@@ -161,11 +160,12 @@ def cell(row: Row, key: str) -> str:
     if key == "verdict":
         quality = row["quality_verdict"] if row["speed_verdict"] == "not judged" else quality_words(row)
         words = [w for w in dict.fromkeys((row["speed_verdict"], quality)) if w]
-        words += [f"{key} changed nothing" for key in row.get("no_effect") or []]
-        words += ["computes something else"] if row.get("numerics", {}).get("holds") is False else []
-        words += [failures(row)] if row.get("failed") else []
+        words += [f"{key} changed nothing" for key in row["no_effect"]]
+        words += ["computes something else"] if row["numerics"].get("holds") is False else []
+        words += [failures(row)] if row["failed"] else []
         return ", ".join(words)
-    if key == "eval_accuracy" and value is None and row.get("eval_r2") is not None:
+    value = row[key]
+    if key == "eval_accuracy" and value is None and row["eval_r2"] is not None:
         return f"R² {_fixed(row['eval_r2'], 3)}"
     if key == "mfu":
         return "" if value is None else f"{value:.1%}"
@@ -191,11 +191,11 @@ def _speed(row: Row) -> str:
 def _speedup(row: Row) -> str:
     if row["speedup"] is None:
         return "?"
-    return "-" if row.get("baseline") else f"{row['speedup']:.2f}x"
+    return "-" if row["baseline"] else f"{row['speedup']:.2f}x"
 
 
 def _published(row: Row) -> str:
-    published = row.get("published") or {}
+    published = row["published"] or {}
     parts = []
     if published.get("samples_per_second"):
         parts.append(f"{published['samples_per_second']:g}/s")

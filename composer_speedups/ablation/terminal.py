@@ -87,7 +87,7 @@ def _text(row: Row, key: str) -> str:
         interval = row["speedup_interval"]
         return f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else ""
     if key == "published":
-        value = (row.get("published") or {}).get("speedup")
+        value = (row["published"] or {}).get("speedup")
         return f"{value:.2f}x" if value else ""
     return cell(row, key)
 

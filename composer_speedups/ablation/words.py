@@ -25,9 +25,9 @@ def conditions(environment: Facts, study: Facts, rows: Sequence[Row], recipes: M
     task, model = first.get("task") or {}, first.get("model") or {}
     counted = [row for row in rows if row["seeds"]]
     seeds = sorted({seed for row in counted for seed in row["seeds"]})
-    steps = sorted({row["steps"] for row in counted if row.get("steps")})
+    steps = sorted({row["steps"] for row in counted if row["steps"]})
     what = [f"{task.get('name', '?')} ({task.get('objective', '?')})"]
-    if found := next((row["train_samples"] for row in counted if row.get("train_samples")), None):
+    if found := next((row["train_samples"] for row in counted if row["train_samples"]), None):
         what.append(f"{found:,} samples")
     elif task.get("train_samples"):  # asked for; how many there are is known after the first run
         what.append(f"up to {task['train_samples']:,} samples")
@@ -36,7 +36,7 @@ def conditions(environment: Facts, study: Facts, rows: Sequence[Row], recipes: M
     what.append(f"duration {first.get('duration', '?')}")
     changed = ", ".join(f"{k}={v}" for k, v in (model.get("config") or {}).items())
     weights = {True: "pretrained", False: "random weights"}.get(
-        next((row["pretrained"] for row in counted if row.get("pretrained") is not None), None), ""
+        next((row["pretrained"] for row in counted if row["pretrained"] is not None), None), ""
     )
     name = str(model.get("name", "?")) + (f" ({changed})" if changed else "")
     different = [row["recipe"] for row in rows if (recipes[row["recipe"]].get("model") or {}) != model]
@@ -57,9 +57,7 @@ def conditions(environment: Facts, study: Facts, rows: Sequence[Row], recipes: M
             f"Runs: seeds {', '.join(map(str, seeds))}; {span} steps; {order}, each in a fresh process; "
             f"medians over seeds{spread}; baseline {study['baseline']}"
         )
-        lines += [
-            f"Data: {note}" for note in dict.fromkeys(note for row in counted for note in row.get("data_notes") or ())
-        ]
+        lines += [f"Data: {note}" for note in dict.fromkeys(note for row in counted for note in row["data_notes"])]
     return lines
 
 
@@ -85,11 +83,11 @@ def drift_lines(trend: Drift | None, baseline: Sequence[float]) -> list[str]:
 
 def sentence(rows: Sequence[Row]) -> str:
     """The verdict in a sentence or two."""
-    base = next((row for row in rows if row.get("baseline")), None)
+    base = next((row for row in rows if row["baseline"]), None)
     if base is None or not base["seeds"]:
         why = f": {base['reason']}" if base and base["reason"] else ""
         return f"No verdict: the baseline has no finished run{why}."
-    measured = [row for row in rows if row["seeds"] and not row.get("baseline") and row["speedup"] is not None]
+    measured = [row for row in rows if row["seeds"] and not row["baseline"] and row["speedup"] is not None]
     others = [row for row in rows if row["seeds"] and row is not base]
     if others and not any({*row["seeds"]} & {*base["seeds"]} for row in others):
         return "No verdict: no other recipe has a finished run with a seed of the baseline's."
@@ -108,13 +106,13 @@ def sentence(rows: Sequence[Row]) -> str:
 
 def _not_judged(measured: Sequence[Row], base: Row, names: Mapping[str, str]) -> str:
     """Why no row is, and what to do about it."""
-    if base.get("failed"):
+    if base["failed"]:
         mend = "Mend what they say, then the same command with --retry."
         return f"No verdict: {failures(base)} of the baseline. {mend}"
     if other := [row for row in measured if len({*row["seeds"]} & {*base["seeds"]}) >= FEWEST]:
         return f"No verdict: {names[other[0]['recipe']]}: {other[0]['speed_note']}."
     best = max(measured, key=lambda row: row["speedup"])
-    if best.get("overlapped") or base.get("overlapped"):  # one that is slowed alone may look like any speed-up
+    if best["overlapped"] or base["overlapped"]:  # one that is slowed alone may look like any speed-up
         return (
             f"Too few seeds to judge, and of the baseline and {names[best['recipe']]}, which measured highest, "
             "at least one shared the machine with other work (†): run 3 seeds or more (--seeds 3, another --out) "
@@ -171,11 +169,11 @@ def _fastest(best: Row, alike: Sequence[Row], names: Mapping[str, str]) -> str:
 
 def flaw(row: Row) -> str:
     """Why the numbers of a measured row are not those of its recipe, in words; empty where they are."""
-    if row.get("failed"):
+    if row["failed"]:
         return failures(row)
-    if row.get("numerics", {}).get("holds") is False:
+    if row["numerics"].get("holds") is False:
         return "it does not compute what the plain model does"
-    return f"{', '.join(row['no_effect'])} changed nothing in it" if row.get("no_effect") else ""
+    return f"{', '.join(row['no_effect'])} changed nothing in it" if row["no_effect"] else ""
 
 
 def failures(row: Row) -> str:
@@ -185,7 +183,7 @@ def failures(row: Row) -> str:
 
 def _beside_others(row: Row, base: Row) -> str:
     """What takes away from a verdict: runs that were slowed by others on the same machine."""
-    if not row.get("overlapped") and not base.get("overlapped"):
+    if not row["overlapped"] and not base["overlapped"]:
         return ""
     return " Some of these runs shared the machine with others (†)."
 
@@ -244,7 +242,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             label = f"{row['status']}: " if not row["seeds"] else "partly failed: " if row["failed"] else ""
             reasons.setdefault(f"{label}{row['reason'].removeprefix(f'{name}: ')}", []).append(name)
     lines = [f"{', '.join(who)} {reason}" for reason, who in reasons.items()]
-    judged = [row for row in rows if row["seeds"] and not row.get("baseline")]
+    judged = [row for row in rows if row["seeds"] and not row["baseline"]]
     verdicts: dict[str, list[str]] = {}
     for row, name in zip(rows, names, strict=True):
         for text in _verdict_notes(row):
@@ -255,22 +253,22 @@ def notes(rows: Sequence[Row]) -> list[str]:
     for row, name in zip(rows, names, strict=True):
         if row.get("interaction"):
             lines.append(row["interaction"]["text"])
-        if row.get("no_effect"):
+        if row["no_effect"]:
             lines.append(f"* {name}: {', '.join(row['no_effect'])} changed nothing, so this row does not show it")
-        if row.get("numerics", {}).get("holds") is False:
+        if row["numerics"].get("holds") is False:
             wrong = row["numerics"]["wrong"][0]
             lines.append(
                 f"{name} DOES NOT COMPUTE what the plain model does: {wrong}; look by composer-speedups verify"
             )
-        if row.get("compile_seconds") and row["seeds"]:
+        if row["compile_seconds"] and row["seeds"]:
             lines.append(_break_even(row, name))
-    if right := [(row, name) for row, name in zip(rows, names, strict=True) if row.get("numerics", {}).get("holds")]:
+    if right := [(row, name) for row, name in zip(rows, names, strict=True) if row["numerics"].get("holds")]:
         lines.append(_computed(right))
     if held := [
         (name, row) for row, name in zip(rows, names, strict=True) if row["quality_verdict"] == "quality holds"
     ]:
         lines.append(_held(held))
-    if shared := [(name, row) for row, name in zip(rows, names, strict=True) if row.get("overlapped")]:
+    if shared := [(name, row) for row, name in zip(rows, names, strict=True) if row["overlapped"]]:
         which = "; ".join(_overlaps(row, name) for name, row in shared)
         if all(row["overlapped"] == row["seeds"] for row in rows if row["seeds"]):
             which = "all there are"
@@ -331,24 +329,24 @@ def _overlaps(row: Row, name: str) -> str:
 
 def _waiting(rows: Sequence[Row]) -> str:
     """What the other work did to the runs that had to wait for it."""
-    shares = [share for row in rows for share in (row.get("waited") or {}).values()]
+    shares = [share for row in rows for share in row["waited"].values()]
     return f", which had a core for up to {max(shares):.0%} of the time that a run wanted it" if shares else ""
 
 
 def _break_even(row: Row, name: str) -> str:
-    against = short_names([row["recipe"], row["break_even_against"]])[1] if row.get("break_even_against") else ""
+    against = short_names([row["recipe"], row["break_even_against"]])[1] if row["break_even_against"] else ""
     seconds = f"{name}: compile took {row['compile_seconds']:.1f} s"
-    if row.get("compile_cached"):
+    if row["compile_cached"]:
         seconds += " with a cache that held its graphs (a first run may take longer)"
-    elif row.get("compile_seconds_warm"):
+    elif row["compile_seconds_warm"]:
         seconds += f" the first time, and {row['compile_seconds_warm']:.1f} s with the cache that left"
-    if row.get("break_even_steps") is not None:
+    if row["break_even_steps"] is not None:
         return (
             f"{seconds}, paid for after {row['break_even_steps']:,} steps ({row['break_even_samples']:,} samples) "
             f"against {against}"
         )
     if not against:
         return seconds
-    if row.get("break_even_verdict") == "no difference shown":
+    if row["break_even_verdict"] == "no difference shown":
         return f"{seconds}, not shown to pay: no difference in speed from {against} shown"
     return f"{seconds}, never paid for: no faster than {against}"

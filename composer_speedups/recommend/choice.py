@@ -356,7 +356,7 @@ def _open_quality(row: Row) -> str:
 
 def _quality(row: Row, compare: str) -> str:
     """What the runs tell of the best row's quality, and where they do not, what would."""
-    runs = f"runs of {row['steps']} steps" if row.get("steps") else "these short runs"
+    runs = f"runs of {row['steps']} steps" if row["steps"] else "these short runs"
     note = f" ({row['quality_note']})" if row["quality_note"] else ""
     if row["stable"] is True:
         return f"Quality holds over {runs}{note}."
@@ -366,7 +366,7 @@ def _quality(row: Row, compare: str) -> str:
 
 def _too_late(row: Row, samples: int | None) -> str:
     """Why a row that compiles is no gain in a training of so many samples; empty if it is one."""
-    if not row.get("compile_seconds") or samples is None:
+    if not row["compile_seconds"] or samples is None:
         return ""
     after = row["break_even_samples"]
     if after is not None and after <= samples:

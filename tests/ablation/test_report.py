@@ -16,6 +16,7 @@ from typing import Any
 import fakes
 import pytest
 from rich.console import Console
+from study_row import study_row
 
 from composer_speedups.ablation.charts import _bars, charts, shares
 from composer_speedups.ablation.compare import compare, comparison_table, differences
@@ -180,9 +181,7 @@ def test_pictures_are_files_of_both_kinds(study: tuple[Path, Findings]):
 
 
 def bar(name: str, memory: float = 1e9, speed: float = 10.0) -> dict[str, Any]:
-    return judged(name, speed / 10, "faster") | {
-        "samples_per_second": speed, "peak_memory_bytes": memory, "stable": True, "status": "ok"
-    }  # fmt: skip
+    return judged(name, speed / 10, "faster") | {"samples_per_second": speed, "peak_memory_bytes": memory}
 
 
 @pytest.mark.parametrize("letters", range(1, 26))
@@ -220,8 +219,7 @@ def test_where_time_and_memory_go(study: tuple[Path, Findings]):
 
 
 def test_small_parts_go_with_other():
-    row = {"recipe": "a", "samples_per_second": 10.0, "step_profile": {"matmul": 0.996, "data": 0.004},
-           "step_profile_other": {}, "speedup": None, "peak_memory_bytes": None, "memory": {}}  # fmt: skip
+    row = study_row("a", samples_per_second=10.0, step_profile={"matmul": 0.996, "data": 0.004})
     picture = charts([row], [])["step_time"].svg()
     assert "other 0.4%" in picture and "data" not in picture
 
@@ -282,12 +280,12 @@ def test_runs_that_waited_for_a_core_are_told(tmp_path: Path):
 
 
 def judged(name: str, speedup: float, verdict: str, quality: str = "quality holds") -> dict[str, Any]:
-    return {"recipe": name, "seeds": [1, 2, 3], "speedup": speedup, "speed_verdict": verdict, "baseline": False,
-            "speedup_interval": [speedup - 0.02, speedup + 0.02], "quality_verdict": quality, "alike": [],
-            "worse_by": {"eval_accuracy": {}}, "speed_note": "", "stable": True}  # fmt: skip
+    speed = {"speedup": speedup, "speed_verdict": verdict, "speedup_interval": [speedup - 0.02, speedup + 0.02]}
+    good = {"quality_verdict": quality, "worse_by": {"eval_accuracy": {}}, "stable": True}
+    return study_row(name, seeds=[1, 2, 3], **speed, **good)
 
 
-FULL = {"recipe": "cpu/fastest", "seeds": [1, 2, 3], "speedup": 1.0, "speed_verdict": "baseline", "baseline": True}
+FULL = study_row("cpu/fastest", seeds=[1, 2, 3], speedup=1.0, speed_verdict="baseline", baseline=True)
 
 
 def test_the_verdict_of_leave_one_out():

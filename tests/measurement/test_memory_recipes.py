@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-
 import pytest
+from study_row import study_row
 
 from composer_speedups.ablation.tables import cell, csv_table
 from composer_speedups.errors import RecipeError
@@ -55,9 +54,7 @@ def test_the_suite_is_the_table_and_what_is_beyond() -> None:
 def test_published_memory_is_checked_and_shown() -> None:
     with pytest.raises(RecipeError, match=r"published.memory_mb must be a positive number, got -1"):
         load_recipe("memory/fp32", ["published.memory_mb=-1"], check_arguments=False)
-    row = {"published": {"samples_per_second": 8.86, "memory_mb": 14949}}
-    assert cell({"recipe": "memory/fp32", **row}, "published") == "8.86/s, 14,949 MB"
-    unknown = {"intervals": {}, "speedup_interval": None, "seeds": [], "no_effect": [], "kernels": []}
-    table = csv_table([collections.defaultdict(lambda: None, unknown | row)])
-    header, values = (line.split(",") for line in table.splitlines())
+    row = study_row("memory/fp32", published={"samples_per_second": 8.86, "memory_mb": 14949})
+    assert cell(row, "published") == "8.86/s, 14,949 MB"
+    header, values = (line.split(",") for line in csv_table([row]).splitlines())
     assert dict(zip(header, values, strict=True))["published_memory_mb"] == "14949"

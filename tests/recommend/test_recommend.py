@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import recommend_fakes as fakes
 from rich.console import Console
+from study_row import study_row
 
 from composer_speedups.ablation.store import Store
 from composer_speedups.cli import main
@@ -273,7 +274,7 @@ def screened(*rows: tuple[str, float, bool]):
         "slot": "precision",
     }
     made = [
-        {"recipe": name, "runs": [{"status": "ok" if speed else "pending"}], "samples_per_second": speed or None}
+        study_row(name, runs=[{"status": "ok" if speed else "pending"}], samples_per_second=speed or None)
         | {"no_effect": [] if changed else [name.partition("+")[2]], "stable": True, "reason": ""}
         for name, speed, changed in rows
     ]
@@ -322,7 +323,7 @@ def test_grouped_batches_are_judged_by_tokens():
     from composer_speedups.recommend.choice import screen
 
     grouped = {"name": "length_grouped_batches", "key": "length_grouped_batches", "arguments": {}, "stage": "DATA"}
-    row = {"recipe": "plain", "runs": [{"status": "ok"}], "no_effect": [], "stable": True}
+    row = study_row("plain", runs=[{"status": "ok"}], stable=True)
     row |= {"samples_per_second": 100.0, "real_tokens_per_second": 10_000.0}
     lucky = row | {"recipe": "plain+length_grouped_batches", "samples_per_second": 150.0}  # short texts came up
     found = screen([row, lucky], [grouped], "plain")
@@ -336,21 +337,13 @@ def test_nothing_helped_is_an_answer_too():
 
     rows, _ = final_rows(plain(), Screened())
     assert [row.name for row in rows] == ["plain"]
-    empty = {
-        "seeds": [1],
-        "failed": [],
-        "stable": True,
-        "baseline": True,
-        "recipe": "plain",
-        "speed_verdict": "baseline",
-        "overlapped": [],
-    }
-    other = empty | {"baseline": False, "recipe": "x", "speed_verdict": "no difference shown", "speedup": 1.01}
-    other |= {"speedup_interval": [0.9, 1.1], "speed_note": "", "quality_note": "", "reason": ""}
-    found = answer([empty, other], 0.99)
+    base = study_row("plain", seeds=[1], stable=True, baseline=True, speed_verdict="baseline")
+    speed = {"speed_verdict": "no difference shown", "speedup": 1.01, "speedup_interval": [0.9, 1.1]}
+    other = study_row("x", seeds=[1], stable=True, **speed)
+    found = answer([base, other], 0.99)
     assert found.row is None and "No speed-up was shown to help" in found.sentence
     assert found.rejected == {"x": "no difference shown: 1.01x (99 % interval 0.90 to 1.10)"}
-    found = answer([empty, other | {"speedup": None, "speed_verdict": "not judged", "speedup_interval": None}], 0.99)
+    found = answer([base, other | {"speedup": None, "speed_verdict": "not judged", "speedup_interval": None}], 0.99)
     assert found.row is None and found.rejected == {"x": "not judged: no speed was measured"}
 
 
@@ -384,11 +377,10 @@ def test_nothing_measured_is_told_from_nothing_that_ran(failed: list[int], says:
 
 def rows_of(*others: dict) -> list[dict]:
     """Rows of a study: plain, and faster ones with what is given of each."""
-    shared = {"seeds": [1, 2, 3], "reason": "", "speed_note": "", "quality_note": "", "peak_memory_bytes": None}
-    shared |= {"compile_seconds": 0.0, "steps": 9, "failed": [], "overlapped": [], "padding_share": None}
-    base = shared | {"recipe": "plain", "baseline": True, "speed_verdict": "baseline", "stable": True}
-    faster = {"baseline": False, "speed_verdict": "faster"}
-    return [base, *(shared | faster | {"speedup_interval": [o["speedup"] - 1, o["speedup"] + 1]} | o for o in others)]
+    ran = {"seeds": [1, 2, 3], "steps": 9}
+    base = study_row("plain", **ran, baseline=True, speed_verdict="baseline", stable=True)
+    faster = [{"speed_verdict": "faster", "speedup_interval": [o["speedup"] - 1, o["speedup"] + 1]} | o for o in others]
+    return [base, *(study_row(**(ran | row)) for row in faster)]
 
 
 OPEN = {"stable": None, "quality_verdict": "quality not shown to hold", "quality_note": "final loss may be worse"}
