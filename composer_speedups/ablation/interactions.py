@@ -26,6 +26,7 @@ from itertools import combinations
 from typing import Any
 
 from composer_speedups.ablation.pairs import apart, by_seed, speed_key
+from composer_speedups.ablation.plans import TUNED
 from composer_speedups.ablation.statistics import CONFIDENCE, Noise, compare_speed, pooled_noise
 from composer_speedups.ablation.store import Run
 from composer_speedups.recipes.schema import DESCRIPTIVE
@@ -37,7 +38,6 @@ _VERDICTS = {
     "slower": "less than their product",
     "no difference shown": "no interaction shown",
 }
-_TUNED = ".tuned"  # ends the name of a row that `--tune` made
 _OWN = (*DESCRIPTIVE, "speedups")  # in which rows with the same settings may differ
 
 
@@ -82,7 +82,7 @@ def interactions(recipes: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], 
     fair = {name for name in pairs if _settings(recipes[name]) == _settings(base)}
     found = []
     for pair in pairs:
-        tuned = all(name.endswith(_TUNED) for name in (pair, baseline))
+        tuned = all(name.endswith(TUNED) for name in (pair, baseline))
         comparable = pair in fair or tuned
         if not comparable and any(set(switches[other]) == set(switches[pair]) for other in fair):
             continue  # at the baseline's batch it is there already
@@ -90,7 +90,7 @@ def interactions(recipes: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], 
         for switch in switches[pair]:
             alone = [name for name, keys in switches.items() if keys == [switch]]
             like = [name for name in alone if _settings(recipes[name]) == _settings(recipes[pair])]
-            like += [name for name in alone if tuned and name.endswith(_TUNED)]
+            like += [name for name in alone if tuned and name.endswith(TUNED)]
             singles += like[:1]
         if len(singles) == 2:
             rows = (pair, singles[0], singles[1], baseline)

@@ -26,12 +26,13 @@ from composer_speedups.recipes.schema import DESCRIPTIVE
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe
 
-__all__ = ["PLANS", "WITHOUT", "equal_batch", "expand", "root"]
+__all__ = ["PLANS", "TUNED", "WITHOUT", "equal_batch", "expand", "root"]
 
 PLANS = ("ladder", "leave-one-out", "one-at-a-time", "pairs")
 WITHOUT = ".without_"  # between a recipe's name and what leave-one-out takes away
+TUNED = ".tuned"  # ends the name of a row that `--tune` made
 
-_TUNED = ("batch_size", "learning_rate", "microbatch_size")
+_SEARCHED = ("batch_size", "learning_rate", "microbatch_size")  # by `--tune`
 
 SpeedUps = dict[str, dict[str, Any]]
 Switch = tuple[str, dict[str, Any]]
@@ -90,7 +91,7 @@ def equal_batch(recipes: Sequence[Recipe], baseline: Recipe, untuned: Sequence[R
             for other in recipes  # a ladder of one recipe has that row already
         ):
             words = f"{source.description or _last(source.name)}, batch and LR of {_last(baseline.name)}"
-            changes = same | {"name": f"{recipe.name.removesuffix('.tuned')}.equal_batch", "description": words}
+            changes = same | {"name": f"{recipe.name.removesuffix(TUNED)}.equal_batch", "description": words}
             rows.append(_copy(source, published=None, **changes, **_counted_in_batches(source, baseline)))
     return rows
 
@@ -109,7 +110,7 @@ def _counted_in_batches(recipe: Recipe, baseline: Recipe) -> dict[str, Any]:
 
 def root(recipe: Recipe) -> Recipe:
     """The recipe at the end of the chain of `extends`; without one, the recipe itself without its speed-ups."""
-    from composer_speedups.recipes import load_recipe
+    from composer_speedups.recipes import load_recipe, plain_speedups
 
     found = recipe
     for _ in range(30):
@@ -118,11 +119,11 @@ def root(recipe: Recipe) -> Recipe:
         found = load_recipe(found.extends, check_arguments=False)
     if found is not recipe:
         # Overrides given on the command line hold for the baseline, too: only the switches and the tuning are its own.
-        tuned = [key for key in _TUNED if recipe.provenance.get(key) != "command line"]
+        tuned = [key for key in _SEARCHED if recipe.provenance.get(key) != "command line"]
         own = {key: getattr(found, key) for key in (*DESCRIPTIVE, *tuned)}
         return _copy(recipe, speedups=found.speedups, **own)
-    plain = {"matmul_precision": {"precision": "highest"}}
-    return _copy(recipe, name=f"{recipe.name}.plain", description="no speed-up", published=None, speedups=plain)
+    own = {"name": f"{recipe.name}.plain", "description": "no speed-up", "published": None}
+    return _copy(recipe, speedups=plain_speedups(), **own)
 
 
 def _ladder(recipes: Sequence[Recipe], baseline: Recipe) -> list[Recipe]:
@@ -156,7 +157,7 @@ def _leave_one_out(best: Recipe, baseline: Recipe) -> list[Recipe]:
 
 
 def _tuned(recipe: Recipe) -> dict[str, Any]:
-    return {key: getattr(recipe, key) for key in _TUNED}
+    return {key: getattr(recipe, key) for key in _SEARCHED}
 
 
 def _switches(recipe: Recipe, baseline: Recipe) -> list[Switch]:

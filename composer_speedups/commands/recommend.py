@@ -74,7 +74,7 @@ def recommend(
 
 def _plain(model: str, task: str, overrides: list[str]) -> Recipe:
     """The recipe without speed-ups that all others are measured against."""
-    from composer_speedups.recipes import make_recipe
+    from composer_speedups.recipes import make_recipe, plain_speedups
 
     folder = os.path.expanduser(model)  # a home that nobody has stays as it is, and is not there
     name = str(Path(folder).resolve()) if os.path.isdir(folder) else model
@@ -82,7 +82,7 @@ def _plain(model: str, task: str, overrides: list[str]) -> Recipe:
         "name": "plain",
         "model": {"name": name},
         "task": {"name": task},
-        "speedups": {"matmul_precision": {"precision": "highest"}},
+        "speedups": plain_speedups(),
     }
     recipe = make_recipe(values, overrides)
     changed = recipe.name != "plain" or recipe.speedups != values["speedups"]

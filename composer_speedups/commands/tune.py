@@ -62,9 +62,9 @@ def tune(
     from composer_speedups.ablation.terminal import make_console
     from composer_speedups.isolation.ranks import train_words
     from composer_speedups.recipes import load_recipe
+    from composer_speedups.recipes.written import extends_as
     from composer_speedups.termination import stop_on_termination
     from composer_speedups.tuning.tune import tune as run
-    from composer_speedups.tuning.written import extends_as
 
     limit = None if memory_limit is None else memory_bytes(memory_limit)
     settings = Settings(batch, lr, constant, samples, trials, limit, goal, timeout * 60, ranks)

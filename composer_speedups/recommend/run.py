@@ -22,6 +22,7 @@ from composer_speedups.errors import UserError
 from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.isolation.look import look
 from composer_speedups.recipes.schema import in_samples
+from composer_speedups.recipes.written import check_writable
 from composer_speedups.recommend.budget import LEAST, Budget
 from composer_speedups.recommend.choice import (
     DISTURBED,
@@ -35,7 +36,6 @@ from composer_speedups.recommend.choice import (
 )
 from composer_speedups.recommend.stored import check_machine, plain_failed, planned_seeds, stored_rows
 from composer_speedups.recommend.written import RECOMMENDED, write_plain, write_recommended
-from composer_speedups.tuning.written import check_writable
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from composer_speedups.recipes.written import write_recipe
 from composer_speedups.recommend.choice import PLAIN
-from composer_speedups.tuning.written import write_recipe
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from composer_speedups.ablation.estimate import seconds_per_sample
-from composer_speedups.ablation.plans import WITHOUT
+from composer_speedups.ablation.plans import TUNED, WITHOUT
 from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import NothingFits, RecipeError, SpeedUpUnavailable, UserError
 from composer_speedups.isolation.isolate import Isolation
@@ -134,8 +134,8 @@ def _path(folder: Path, recipe: Recipe) -> Path:
 def _name(name: str, baseline: str) -> str:
     """Of the tuned row; what is the baseline without something stays so: BASE.tuned.without_X."""
     if name.startswith(baseline + WITHOUT):
-        return f"{baseline}.tuned{name.removeprefix(baseline)}"
-    return f"{name}.tuned"
+        return f"{baseline}{TUNED}{name.removeprefix(baseline)}"
+    return f"{name}{TUNED}"
 
 
 def _digest(recipe: Recipe, settings: Settings, inputs: Mapping[str, Mark]) -> str:

@@ -16,6 +16,7 @@ from composer_speedups.ablation.study import Entries
 from composer_speedups.errors import ConflictError, UserError
 from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.recipes.schema import DESCRIPTIVE
+from composer_speedups.recipes.written import check_output, write_recipe
 from composer_speedups.tasks.inputs import marks, read_by
 from composer_speedups.tuning.progress import Display
 from composer_speedups.tuning.rate import optuna_or_error
@@ -24,7 +25,6 @@ from composer_speedups.tuning.search import BATCH_TRIES, Search
 from composer_speedups.tuning.settings import Settings
 from composer_speedups.tuning.tries import ENTRIES, Tries
 from composer_speedups.tuning.whole import MOST_TRAININGS
-from composer_speedups.tuning.written import check_output, write_recipe
 
 if TYPE_CHECKING:
     from composer_speedups.recipes import Recipe

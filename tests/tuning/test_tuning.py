@@ -136,7 +136,7 @@ def test_batches_and_warm_up_counted_in_batches_last_as_many_samples(tmp_path: P
 
 
 def test_a_recipe_in_a_file_and_one_beside_it(tmp_path: Path, isolation: Isolation, monkeypatch):
-    from composer_speedups.tuning.written import extends_as
+    from composer_speedups.recipes.written import extends_as
 
     monkeypatch.chdir(tmp_path)
     Path("old.yaml").write_text("extends: demo/bf16\nbatch_size: 16\nspeedups: {fused_adamw: {}}\n")

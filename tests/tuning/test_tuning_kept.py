@@ -14,13 +14,13 @@ from composer_speedups.cli import main
 from composer_speedups.errors import TaskError, UserError
 from composer_speedups.isolation.isolate import Isolation
 from composer_speedups.recipes import load_recipe
+from composer_speedups.recipes.written import write_recipe
 from composer_speedups.tasks.inputs import changed
 from composer_speedups.tuning import jobs, rows
 from composer_speedups.tuning.record import RecordError
 from composer_speedups.tuning.rows import tune_rows
 from composer_speedups.tuning.settings import Settings
 from composer_speedups.tuning.tune import record_path, tune
-from composer_speedups.tuning.written import write_recipe
 
 ROWS = "text,label\ngood,1\nbad,0\n"
 SWAPPED = "text,label\ngood,0\nbad,1\n"

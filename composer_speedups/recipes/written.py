@@ -6,18 +6,17 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_speedups.errors import UserError
 from composer_speedups.files import whole
+from composer_speedups.recipes.files import NOT_INHERITED, recipe_names
+from composer_speedups.recipes.recipe import Recipe, load_recipe
 from composer_speedups.recipes.yaml import Item, Where, dump
-
-if TYPE_CHECKING:
-    from composer_speedups.recipes import Recipe
 
 __all__ = ["check_output", "check_writable", "extends_as", "write_recipe"]
 
-_WHERE = Where("tuning")
+_WHERE = Where("search")
 
 
 def check_output(out: Path, overwrite: bool) -> None:
@@ -54,8 +53,6 @@ def _check_place(path: Path) -> None:
 
 def extends_as(asked: str, out: Path) -> str:
     """How a recipe at `out` names the one that was asked for: a shipped one by its name, a file by its path."""
-    from composer_speedups.recipes.files import recipe_names
-
     matches = [name for name in recipe_names() if asked in (name, name.rpartition("/")[2])]
     if asked in recipe_names() or (len(matches) == 1 and not asked.endswith((".yaml", ".yml"))):
         return asked if asked in recipe_names() else matches[0]
@@ -91,9 +88,6 @@ def write_recipe(
         overwrite: replace a file that is there.
         name: of the recipe, if not the file's.
     """
-    from composer_speedups.recipes import load_recipe
-    from composer_speedups.recipes.files import NOT_INHERITED
-
     wanted = {key: value for key, value in recipe.to_dict().items() if key not in NOT_INHERITED}
     head: dict[str, Any] = {"name": name} if name else {}
     if base is not None:

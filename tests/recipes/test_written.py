@@ -9,7 +9,7 @@ import pytest
 from composer_speedups.errors import UserError
 from composer_speedups.recipes import load_recipe
 from composer_speedups.recipes.files import NOT_INHERITED
-from composer_speedups.tuning.written import write_recipe
+from composer_speedups.recipes.written import write_recipe
 
 
 def written(out: Path, base: str, overrides: list[str], **options: bool) -> str:
