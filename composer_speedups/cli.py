@@ -161,14 +161,11 @@ def recipes(
     overrides: Overrides = None,
 ) -> None:
     """List the recipes, or print one resolved: every value with the file and line that it came from."""
-    from composer_speedups.errors import RecipeError
     from composer_speedups.recipes import load_recipe
     from composer_speedups.recipes.files import suite_names
     from composer_speedups.recipes.suites import list_recipes
 
     if name is not None:
-        if "=" in name and not os.path.exists(name):
-            raise RecipeError(f"name the recipe first: composer-speedups recipes NAME {name}")
         # Everything is checked but the speed-ups' arguments: that would import Composer and take seconds.
         recipe = load_recipe(name, overrides or (), check_arguments=False)
         # With changes it is another recipe: named after the file that it is written to, and of no published figures.

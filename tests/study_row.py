@@ -13,4 +13,4 @@ def study_row(recipe: str, **known: Any) -> Row:
     unknown = known.keys() - Row.__annotations__.keys()
     assert not unknown, f"no fields of a row: {unknown}"
     ended_well = {"status": "ok", "reason": ""} if known.get("seeds") else {}
-    return build_rows({recipe: {}}, [], "")[0] | ended_well | known
+    return build_rows({recipe: {}, "another": {}}, [], "another")[0] | ended_well | known

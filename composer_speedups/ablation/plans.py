@@ -176,9 +176,7 @@ def _made(source: Recipe, baseline: Recipe, suffix: str, switches: SpeedUps, wor
 
 
 def _copy(recipe: Recipe, **changes: Any) -> Recipe:
-    copied = recipe.model_copy(deep=True, update=changes)
-    copied._written = recipe._written
-    return copied
+    return recipe.model_copy(deep=True, update=changes)
 
 
 def _labels(switches: Sequence[Switch]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from composer_speedups.commands.typed import typed
-from composer_speedups.errors import RecipeError, UserError
+from composer_speedups.errors import UserError
 from composer_speedups.recipes.yaml import show
 from composer_speedups.tuning.settings import SAMPLES, Settings
 
@@ -68,8 +67,6 @@ def tune(
 
     limit = None if memory_limit is None else memory_bytes(memory_limit)
     settings = Settings(batch, lr, constant, samples, trials, limit, goal, timeout * 60, ranks)
-    if "=" in recipe and not os.path.exists(recipe):
-        raise RecipeError(f"name the recipe first: composer-speedups tune NAME {recipe}")
     base = load_recipe(recipe, check_arguments=False)
     loaded = load_recipe(recipe, overrides or (), check_arguments=False)
     target = out if out is not None else Path(f"{base.name.rpartition('/')[2]}_tuned.yaml")

@@ -43,12 +43,9 @@ def verify(
     """
     from composer_speedups import hardware
     from composer_speedups.ablation.terminal import make_console
-    from composer_speedups.errors import RecipeError
     from composer_speedups.isolation.ranks import together
     from composer_speedups.recipes import check_speedups, load_recipe
 
-    if "=" in recipe and not os.path.exists(recipe):
-        raise RecipeError(f"name the recipe first: composer-speedups verify NAME {recipe}")
     loaded = load_recipe(recipe, overrides or (), check_arguments=False)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # by composer -n or torchrun: this is one of them
     count = max(ranks, started)

@@ -58,6 +58,8 @@ class Library:
         text = os.fspath(name)
         if not isinstance(text, str) or not text.strip():
             raise RecipeError(f"{show(text)} is no name of a {kind}")
+        if "=" in text and kind == "recipe" and not os.path.exists(os.path.join(relative_to, text)):
+            raise RecipeError(f"name the recipe first: NAME {text}")
         known = suite_names() if kind == "suite" else recipe_names()
         folder = shipped_folder() / "suites" if kind == "suite" else shipped_folder()
         is_path = not isinstance(name, str) or text.endswith((".yaml", ".yml")) or text.startswith(("./", "../", "/"))

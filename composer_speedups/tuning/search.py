@@ -62,7 +62,7 @@ class Search:
             rate = RateSearch(self.tries, found, rule, text, self.used)
             found, lines, reasons["learning_rate"] = rate.run()
             evidence += ["", *lines]
-        return _written_as(found, old), evidence, reasons
+        return found, evidence, reasons
 
     # --- The batch ---
 
@@ -154,9 +154,3 @@ def _same_samples(found: Recipe, old: Recipe) -> Recipe:
     if isinstance(old.evaluate, str):
         changes["evaluate"] = converted(old.evaluate)
     return found.model_copy(update=changes)
-
-
-def _written_as(found: Recipe, old: Recipe) -> Recipe:
-    copied = found.model_copy(deep=True)
-    copied._written = old._written
-    return copied

@@ -47,7 +47,7 @@ def test_names_that_cannot_be_are_one_line(tmp_path) -> None:
     commands = {
         ("report", long): f"no study in {long}: File name too long",
         ("report", long, long): f"no study in {long}: File name too long",
-        ("recipes", f"{long}=1"): f"name the recipe first: composer-speedups recipes NAME {long}=1",
+        ("recipes", f"{long}=1"): f"name the recipe first: NAME {long}=1",
         ("convert-checkpoint", long, "to.pt", "--to", "adamw"): f"{long} cannot be read: File name too long",
     }
     codes, errors = several([[*words] for words in commands])

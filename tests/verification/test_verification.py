@@ -535,7 +535,7 @@ def test_the_command_ends_with_one_where_it_does_not_hold(capsys, monkeypatch) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["batch_size=8"], "name the recipe first: composer-speedups verify NAME batch_size=8"),
+        (["batch_size=8"], "name the recipe first: NAME batch_size=8"),
         (["cpu/fastest", *TINY, "--samples", "500"], "has 64 samples, fewer than the 500 of the batch: lower samples"),
         (["finetune/fastest"], "fused_layer_norm cannot be used here: it needs a CUDA device"),
         (["finetune/fastest"], "all but what this machine lacks: speedups.fused_layer_norm=null speedups.f"),
