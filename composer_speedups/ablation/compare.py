@@ -9,7 +9,7 @@ from composer_speedups.ablation.names import short_names
 from composer_speedups.ablation.pairs import speed_key
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.statistics import CONFIDENCE, compare_speed
-from composer_speedups.recipes.schema import DESCRIPTIVE, flattened
+from composer_speedups.recipes.schema import DESCRIPTIVE, changes
 from composer_speedups.recipes.yaml import inline
 
 if TYPE_CHECKING:
@@ -101,14 +101,8 @@ def caption() -> str:
 
 def _differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """In which settings two recipes of one name differ, in words."""
-    a, b = (flattened({key: value for key, value in x.items() if key not in DESCRIPTIVE}) for x in (one, other))
-    absent = object()
-    pairs = [(key, a.get(key, absent), b.get(key, absent)) for key in sorted({*a, *b})]
-    return [
-        f"{key} {' / '.join('absent' if x is absent else inline(x) for x in pair)}"
-        for key, *pair in pairs
-        if pair[0] != pair[1]
-    ]
+    a, b = ({key: value for key, value in x.items() if key not in DESCRIPTIVE} for x in (one, other))
+    return [f"{key} {inline(before)} / {inline(now)}" for key, before, now in changes(a, b)]
 
 
 def _by_seed(row: Row | None, key: str) -> dict[int, float]:

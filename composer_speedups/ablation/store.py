@@ -19,6 +19,7 @@ from typing import Any
 from composer_speedups.ablation.database import SEAL, Database, StoreError, dump, run_digest
 from composer_speedups.ablation.owner import is_dead, lives_here, this_process
 from composer_speedups.ablation.plan import PlannedRun
+from composer_speedups.recipes.schema import changes
 from composer_speedups.tasks.inputs import Mark
 
 __all__ = ["BAD", "LEASE_SECONDS", "OPEN", "WAITING", "Run", "Store", "StoreError"]
@@ -323,10 +324,8 @@ def _difference(stored: dict[str, Any], asked: dict[str, Any]) -> str:
             return " and ".join(parts)
         return f"its recipes are in another order ({', '.join(stored)})"
     for name, recipe in stored.items():
-        for key in sorted(recipe.keys() | asked[name].keys()):
-            before, now = recipe.get(key), asked[name].get(key)
-            if before != now:
-                return f"{name} has {key} {json.dumps(before)}, not {json.dumps(now)}"
+        for key, before, now in changes(recipe, asked[name]):
+            return f"{name} has {key} {json.dumps(before)}, not {json.dumps(now)}"
     return ""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -23,9 +23,10 @@ __all__ = [
     "RecipeFields",
     "ScheduleSpec",
     "SuiteFields",
+    "changes",
     "count_and_unit",
-    "flattened",
     "explain",
+    "flattened",
     "in_samples",
     "nearest",
 ]
@@ -288,6 +289,16 @@ def flattened(value: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(value, dict) or (path and not value):
         return {path: value}
     return {k: v for key, child in value.items() for k, v in flattened(child, f"{path}.{key}" if path else key).items()}
+
+
+def changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The dotted keys in which two recipes differ, each with both values; null is as good as absent, as in a recipe.
+
+    >>> changes({"seed": 1, "speedups": {"unpadding": {}}}, {"seed": 1, "task": {"path": None}})
+    [('speedups.unpadding', {}, None)]
+    """
+    a, b = flattened(dict(one)), flattened(dict(other))
+    return [(key, a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
 
 
 def count_and_unit(time: str) -> tuple[int, str]:

@@ -32,7 +32,7 @@ from composer_speedups.batches.resumed import warn_of_other_batches
 from composer_speedups.checkpoint_files import Damaged, Unsafe, read_file
 from composer_speedups.errors import CheckpointError, UserError, first_line
 from composer_speedups.files import open_locked
-from composer_speedups.recipes.schema import flattened
+from composer_speedups.recipes.schema import changes
 from composer_speedups.tasks.inputs import data_of, marks
 
 if TYPE_CHECKING:
@@ -134,14 +134,14 @@ class Checkpoints:
                     f"the checkpoint {path} was written by Composer {theirs}, which is newer than this "
                     f"{composer.__version__}: upgrade it, or start anew with another --save"
                 )
-        there, here = flattened(written.get("recipe", {})), flattened(self.facts)
-        changed = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
-        if there and changed:
-            key = changed[0]
-            others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
+        there = written.get("recipe", {})
+        if there and (changed := changes(there, self.facts)):
+            key, before, now = changed[0]
+            others = ", ".join(key for key, *_ in changed[1:4])
             raise CheckpointError(
-                f"the checkpoint {path} is of another run: {key} is {there.get(key)!r} there and {here.get(key)!r} "
-                f"here{others}. Resume with the same values, or start anew with another --save"
+                f"the checkpoint {path} is of another run: {key} is {before!r} there and {now!r} here"
+                + (f" (and {len(changed) - 1} more: {others})" if others else "")
+                + ". Resume with the same values, or start anew with another --save"
             )
         before = written.get("data", {})  # not there in what older versions wrote
         if other := [name for name, content in self.data.items() if before.get(name, content) != content]:
