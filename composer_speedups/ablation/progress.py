@@ -14,6 +14,7 @@ from rich.text import Text
 from composer_speedups.ablation.estimate import duration, remaining_seconds
 from composer_speedups.ablation.store import OPEN, Run
 from composer_speedups.isolation.isolate import Outcome
+from composer_speedups.measurement.results import loss_text
 
 __all__ = ["Display"]
 
@@ -85,7 +86,7 @@ class Display:
         if result.get("samples_per_second") is not None:
             facts.append(f"{result['samples_per_second']:.4g} samples/s")
         if result.get("final_loss") is not None:
-            facts.append(f"loss {result['final_loss']:.3f}")
+            facts.append(f"loss {loss_text(result['final_loss'], 3)}")
         if result.get("eval_accuracy") is not None:
             facts.append(f"accuracy {result['eval_accuracy']:.3f}")
         if result.get("eval_r2") is not None:
@@ -123,7 +124,7 @@ class Display:
         if last.get("steps"):
             parts.append(f"{_bar(last['step'] / last['steps'])} {last['step']}/{last['steps']}")
         if last.get("loss") is not None:
-            parts.append(f"loss {last['loss']:.3f}")
+            parts.append(f"loss {loss_text(last['loss'], 3)}")
         if last.get("samples_per_second") is not None:
             parts.append(f"{last['samples_per_second']:.4g} samples/s")
         if last.get("accuracy") is not None:

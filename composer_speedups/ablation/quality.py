@@ -30,7 +30,7 @@ class Margins:
         accuracy: points of evaluation accuracy, as a fraction: 0.01 is one point of a hundred. The same of R², the
             share of the labels' variance that a regression explains.
         loss: of the loss, as a share of the baseline's...
-        loss_floor: ...but never less than this: a share of a loss near zero is nothing...
+        loss_floor: ...but never less than this, in the loss's unit: a share of a loss near zero is nothing...
         learnt: ...and never more than this share of what the baseline's loss fell by: in a short run 5 % of a loss
             that is still high can be most of what was learnt.
     """
@@ -40,9 +40,12 @@ class Margins:
     loss_floor: float = 0.02
     learnt: float = 0.2
 
-    def of_loss(self, reference: float, fell: float | None = None) -> float:
-        """By how much a loss may exceed the baseline's, `reference`, which fell by `fell` (None: nobody knows)."""
-        margin = max(self.loss * abs(reference), self.loss_floor)
+    def of_loss(self, reference: float, fell: float | None = None, unit: float = 1.0) -> float:
+        """By how much a loss may exceed the baseline's, `reference`, which fell by `fell` (None: nobody knows).
+
+        `unit` is the variance of what a regression is to tell, whose squared errors are of any size.
+        """
+        margin = max(self.loss * abs(reference), self.loss_floor * unit)
         return margin if fell is None or fell <= 0 else min(margin, self.learnt * fell)
 
 
@@ -69,7 +72,7 @@ def compare_quality(
 
     Args:
         measured: by seed: `finite`, `final_loss`, `eval_loss`, `eval_accuracy`, `eval_majority`, `eval_r2`, each of
-            them None if not measured, and `losses`, of each step.
+            them None if not measured, `loss_unit`, and `losses`, of each step.
         baseline: likewise.
         margins: what still counts as no loss of quality.
         confidence: one-sided; a study's own is the default.
@@ -137,7 +140,8 @@ def _compared(metric: str, runs: Sequence[Pair], margins: Margins, confidence: f
         return _Compared(metric, None, unclear=f"{word} was not measured", needed=FEWEST)
     reference = statistics.median(b for _, b in pairs)
     of_loss = metric == "final_loss"
-    margin = margins.of_loss(reference, _fall([b for _, b in asked])) if of_loss else margins.accuracy
+    base = [b for _, b in asked]
+    margin = margins.of_loss(reference, _fall(base), _unit(base)) if of_loss else margins.accuracy
     differences = [m - b if of_loss else b - m for m, b in pairs]
     value = statistics.median(differences)
     if len(pairs) == 1:
@@ -175,7 +179,7 @@ def hardly_learnt(runs: Sequence[Mapping[str, Any]], margins: Margins) -> str:
             beaten.append(run["eval_majority"])
         if is_number(run.get("eval_r2")):
             explained.append(run["eval_r2"])
-    if (fell := _fall(runs)) is not None and fell <= margins.of_loss(statistics.median(final)):
+    if (fell := _fall(runs)) is not None and fell <= margins.of_loss(statistics.median(final), unit=_unit(runs)):
         return f"loss fell by {max(0.0, fell):.3g} only"
     if won:
         majority = statistics.median(beaten)
@@ -184,6 +188,11 @@ def hardly_learnt(runs: Sequence[Mapping[str, Any]], margins: Margins) -> str:
     if explained and (r2 := statistics.median(explained)) <= margins.accuracy:
         return f"R² is {r2:.3g}: hardly more than always answering the mean would have"
     return ""
+
+
+def _unit(runs: Sequence[Mapping[str, Any]]) -> float:
+    """The losses' unit; 1 of runs that were stored before there was another."""
+    return next((run["loss_unit"] for run in runs if is_number(run.get("loss_unit"))), 1.0)
 
 
 def _fall(runs: Iterable[Mapping[str, Any]]) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 from composer_speedups.ablation.names import mark_names, marked_names
 from composer_speedups.ablation.row import Row
 from composer_speedups.ablation.words import failures, notes, quality_words, sentence
+from composer_speedups.measurement.results import loss_text
 
 __all__ = ["COLUMNS", "cell", "csv_table", "latex_table", "markdown_table"]
 
@@ -167,6 +168,8 @@ def cell(row: Row, key: str) -> str:
     value = row[key]
     if key == "eval_accuracy" and value is None and row["eval_r2"] is not None:
         return f"R² {_fixed(row['eval_r2'], 3)}"
+    if key == "final_loss":
+        return "" if value is None else loss_text(value, 3)
     if key == "mfu":
         return "" if value is None else f"{value:.1%}"
     if key == "peak_memory_bytes":

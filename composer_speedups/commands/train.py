@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_speedups.collector import importing
+from composer_speedups.measurement.results import loss_text
 from composer_speedups.termination import end_on_termination, stop_on_termination
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class _LiveLine:
 def _facts(progress: results.Progress) -> str:
     facts = [f"{progress.step}/{progress.steps}"]
     if progress.loss is not None:
-        facts.append(f"loss {progress.loss:.3f}")
+        facts.append(f"loss {loss_text(progress.loss, 3)}")
     if progress.accuracy is not None:
         facts.append(f"accuracy {progress.accuracy:.2f}")
     if progress.samples_per_second is not None:
@@ -172,8 +173,9 @@ def _summary(result: results.RunResult) -> Table:
     row("samples/s", result.samples_per_second, "{:.1f}")
     row("real tokens/s", result.real_tokens_per_second, "{:,.0f}")
     row("padding", result.padding_share, "{:.0f} %", 100)
-    row("final loss", result.final_loss, "{:.4f}")
-    row("eval loss", result.eval_loss, "{:.4f}")
+    for name, loss in (("final loss", result.final_loss), ("eval loss", result.eval_loss)):
+        if loss is not None:
+            table.add_row(name, loss_text(loss, 4))
     row("eval accuracy", result.eval_accuracy, "{:.2f} %", 100)
     row("eval R²", result.eval_r2, "{:.4f}")
     row("steps", result.steps, "{:.0f}")

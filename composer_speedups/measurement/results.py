@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 __all__ = [
     "INSIDE", "MEMORY_KINDS", "MOST_SAMPLES", "NOT_TOLD", "NO_FUSED_KERNEL", "SHORT_RUN", "WARMUP_STEPS", "Progress",
-    "RunResult",
+    "RunResult", "loss_text",
 ]  # fmt: skip
 
 WARMUP_STEPS = 3  # of a run, not counted in its speed: caches, allocator and thread pools settle
@@ -22,6 +22,17 @@ NOT_TOLD = "where time and memory go cannot be told"  # how a run's warning of t
 INSIDE = ("as_it_ran", "step_profile", "step_profile_other", "memory", "memory_predicted")
 
 Status = Literal["ok", "skipped", "failed", "out_of_memory", "timeout", "interrupted"]
+
+
+def loss_text(loss: float, decimals: int) -> str:
+    """With so many decimals; but squared errors may be of any size, and those have some digits instead.
+
+    >>> loss_text(2.07, 3), loss_text(0.0123, 4), loss_text(0.0000123, 3), loss_text(1.5e9, 3)
+    ('2.070', '0.0123', '1.2e-05', '1.5e+09')
+    """
+    if 10.0**-decimals * 50 <= abs(loss) < 1e6 or not loss:
+        return f"{loss:.{decimals}f}"
+    return f"{loss:.{decimals - 1}g}"
 
 
 @dataclass
@@ -62,6 +73,7 @@ class RunResult:
     eval_loss: float | None = None
     eval_accuracy: float | None = None
     eval_majority: float | None = None  # the accuracy of always answering the most frequent class; not for MLM
+    loss_unit: float = 1.0  # what losses are small or large against: of regression, the variance of the labels
     eval_r2: float | None = None  # of regression: the share of the labels' variance that is explained
     finite: bool = True  # every loss was finite
     gave_up: bool = False  # ended early, as the loss stayed NaN or infinite, or with such weights

@@ -20,6 +20,7 @@ __all__ = [
 _LIST = "\x1f"  # before each item of what is a list in the data: a character that no text holds
 _SPACE = "\u00a0"  # for white space inside a word: all tokenizers end a word there, and `split(" ")` does not
 _MOST_CLASSES = 1000
+_FAR = 10.0  # from 0: steps of a usual learning rate are long in getting there
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -70,6 +71,10 @@ class Labels(ABC):
             return first + sorted(others, key=lambda name: (int(name), name))  # "1" and "01": in one order always
         except ValueError:
             return first + sorted(others)
+
+    def notes(self, labels: Sequence[str], column: str) -> list[str]:
+        """What the user should know of them."""
+        return []
 
     def _check(self, found: Collection[str], column: str, rows: int) -> None:
         if len(found) > _MOST_CLASSES or (len(found) > 10 and len(found) > rows // 2):
@@ -124,6 +129,16 @@ class Number(Labels):
 
     def encoded(self, label: str, number: Mapping[str, int]) -> float:
         return float(label)
+
+    def notes(self, labels: Sequence[str], column: str) -> list[str]:
+        values = np.array([float(label) for label in labels])
+        mean, deviation = values.mean(), values.std()
+        if max(abs(mean), deviation) <= _FAR:
+            return []
+        return [
+            f"column {column!r} has numbers of mean {mean:,.5g} and deviation {deviation:,.5g}: a model begins near 0, "
+            "and learns them the faster, the nearer to -1 to 1 they are. Scale them"
+        ]
 
     @staticmethod
     def _number(label: str, column: str) -> float:

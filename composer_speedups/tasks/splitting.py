@@ -94,6 +94,7 @@ def split(
     """
     kept, notes = _cleaned(rows, source, labels)
     names = ["none"] if labels is None else labels.names([row.label or "" for row in kept], label_column, order)
+    notes += [] if labels is None else labels.notes([row.label or "" for row in kept], label_column)
     number = {name: i for i, name in enumerate(names)}
     ordered = sorted(((_chosen(row, seed, labels, number), row.part) for row in kept), key=lambda x: x[0][:4])
     told = any(row.part == "evaluation" for row in rows)

@@ -86,6 +86,11 @@ class Task:
         """The accuracy, on the evaluation samples, of always giving the most frequent answer; None without classes."""
         return majority(self.evaluation.labels) if OBJECTIVES[self.objective].has_classes else None
 
+    @property
+    def loss_unit(self) -> float:
+        """What a loss is small or large against: 1, as of classes, and of numbers their variance."""
+        return float(np.var(self.train.labels, dtype=np.float64)) if self.objective == "regression" else 1.0
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's masks, before its first batch is drawn; for classification it does nothing."""
         if isinstance(self.collate_train, MaskCollator):

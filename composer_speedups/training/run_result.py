@@ -46,7 +46,7 @@ def run_result(recipe: Recipe, seed: int, trainer: Trainer, measurement: Measure
         evidence={a.key(): dict(a.evidence) for a in state.algorithms if hasattr(a, "evidence")},
     )
     result.pretrained, result.train_samples = task.pretrained, len(task.train)
-    result.classes = task.classes
+    result.classes, result.loss_unit = task.classes, task.loss_unit
     result.data_notes = [note for note in task.notes if note != task.source.note]
     if measurement.gave_up:
         result.gave_up = True

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from composer_speedups.measurement.results import loss_text
 from composer_speedups.tuning.rate import Rated
 from composer_speedups.tuning.whole import Trained
 
@@ -70,7 +71,7 @@ def rate_lines(tried: Sequence[Rated], samples: Sequence[int]) -> list[str]:
     """One line for each learning rate, in the order of the search: the loss at the end of each of its runs."""
     rows = [("rate", *(f"loss at {n:,}" for n in samples), "")]
     for one in tried:
-        losses = [f"{loss:.4f}" for loss in one.losses] + ["-"] * (len(samples) - len(one.losses))
+        losses = [loss_text(loss, 4) for loss in one.losses] + ["-"] * (len(samples) - len(one.losses))
         rows.append((f"{one.rate:g}", *losses, one.ended))
     return _aligned(rows)
 
@@ -79,7 +80,7 @@ def whole_lines(tried: Sequence[Trained]) -> list[str]:
     """One line for each whole training, in the order of the search."""
     rows = [("rate", "evaluation loss", "accuracy", "")]
     for one in tried:
-        loss = f"{one.loss:.4f}" if math.isfinite(one.loss) else "-"
+        loss = loss_text(one.loss, 4) if math.isfinite(one.loss) else "-"
         accuracy = "-" if one.accuracy is None else f"{one.accuracy:.4f}"
         ended = "" if math.isfinite(one.loss) else one.broken[:70] or "diverged"
         rows.append((f"{one.rate:g}", loss, accuracy, ended))

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from composer_speedups.ablation.estimate import duration
+from composer_speedups.measurement.results import loss_text
 
 __all__ = ["Display"]
 
@@ -52,7 +53,7 @@ class Display:
         parts = [f"[bold]{escape(self._label)}[/]"]
         parts.append(f"{last['step']}/{last['steps']}" if last.get("steps") else "starting")
         if last.get("loss") is not None:
-            parts.append(f"loss {last['loss']:.3f}")
+            parts.append(f"loss {loss_text(last['loss'], 3)}")
         if last.get("samples_per_second") is not None:
             parts.append(f"{last['samples_per_second']:.4g} samples/s")
         share = min(1.0, self.used / self.budget) if self.budget else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.ablation.quality import Margins
@@ -123,7 +124,7 @@ class RateSearch:
             t["rate"]: t for t in self.tries.record.find(kind="rate", samples=samples, batch=self.batch) if t["tail"]
         }
         fallen = found[best]["first"] - found[best]["loss"]
-        if fallen <= Margins().loss_floor:
+        if fallen <= self._floor(found[best]):
             if not self.trainings:
                 self.tries.display.say("Give more --samples: too little was learnt to tell rates apart", style="yellow")
             return rule, f"the loss fell by {max(0.0, fallen):.2g} only in {samples:,} samples, too little to compare"
@@ -167,7 +168,8 @@ class RateSearch:
         ]
         if lowest is None:
             return start, f"{why}, in short runs: no whole training ended well", lines
-        return *self._judge(tried, lowest), lines
+        margin = self._floor(*self.tries.record.find(kind="whole", batch=self.batch))
+        return *self._judge(tried, lowest, margin), lines
 
     def _is_too_long(self) -> bool:
         """Whether a training, by the speed of the short runs, takes longer than a try may; if so, it is said."""
@@ -184,9 +186,14 @@ class RateSearch:
         )
         return True
 
-    def _judge(self, tried: list[wholes.Trained], lowest: wholes.Trained) -> tuple[float, str]:
-        """The rate with the lowest loss, if more than a margin speaks for it, and else the rule's; and why."""
-        margin, told = Margins().loss_floor, [one.rate for one in tried if not one.broken]
+    @staticmethod
+    def _floor(*trials: Mapping[str, Any]) -> float:
+        """What is no difference between two losses."""
+        return Margins().loss_floor * next((t["loss_unit"] for t in trials if "loss_unit" in t), 1.0)
+
+    def _judge(self, tried: list[wholes.Trained], lowest: wholes.Trained, margin: float) -> tuple[float, str]:
+        """The rate with the lowest loss, if more than `margin` speaks for it, and else the rule's; and why."""
+        told = [one.rate for one in tried if not one.broken]
         count = len(told)
         if lowest.rate != self.rule and any(t.rate == self.rule and t.loss - lowest.loss <= margin for t in tried):
             return self.rule, f"no whole training of {count} had an evaluation loss lower by over {margin:g}"

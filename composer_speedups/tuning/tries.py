@@ -15,6 +15,7 @@ from composer_speedups.hardware import hardware, peaks_at_work, summary
 from composer_speedups.isolation.isolate import Isolation, Outcome
 from composer_speedups.isolation.look import look
 from composer_speedups.isolation.ranks import together
+from composer_speedups.measurement.results import loss_text
 from composer_speedups.recipes.schema import in_samples
 from composer_speedups.tasks.inputs import Mark
 from composer_speedups.tuning.progress import Display
@@ -150,7 +151,8 @@ class Tries:
             "peak_memory_bytes": peak,
             "loss": sum(tail) / len(tail) if tail else None,
             "first": sum(losses[:3]) / len(losses[:3]) if losses else None,
-            "tail": [round(one, 5) for one in tail],
+            "tail": [float(f"{one:.6g}") for one in tail],
+            "loss_unit": value.get("loss_unit", 1.0),
             **({key: value.get(key) for key in ("eval_loss", "eval_accuracy")} if whole else {}),
             "seconds": round(outcome.seconds, 2),
             "allowed": self.settings.timeout,
@@ -188,9 +190,9 @@ def _told(result: Mapping[str, Any]) -> str:
     if result["peak_memory_bytes"]:
         facts.append(f"{result['peak_memory_bytes'] / 1e6:,.0f} MB")
     if result["loss"] is not None:
-        facts.append(f"loss {result['loss']:.4f}")
+        facts.append(f"loss {loss_text(result['loss'], 4)}")
         if result.get("eval_loss") is not None:
-            facts[-1] += f", on evaluation texts {result['eval_loss']:.4f}"
+            facts[-1] += f", on evaluation texts {loss_text(result['eval_loss'], 4)}"
     elif result["status"] == "ok":
         facts.append("the loss was not finite")
     if result["overlapped"]:

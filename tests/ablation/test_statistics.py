@@ -292,6 +292,11 @@ def test_regression_is_judged_by_what_it_explains():
 
     assert compare_quality(runs(0.801), runs(0.8)).note.startswith("R² worse by at most 0, margin 0.01; final loss")
     assert compare_quality(runs(0.77), runs(0.8)).note == "R² worse by 0.03, margin 0.01"
+    # Squared errors of labels between 0 and 0.1, of which a fall by 0.0008 is most of what there was to learn.
+    small = {s: {"finite": True, "final_loss": 1e-4, "losses": [9e-4] * 3, "loss_unit": 8e-4} for s in range(3)}
+    worse = {s: run | {"final_loss": 3e-4} for s, run in small.items()}
+    assert compare_quality(small, small).verdict == "quality holds"
+    assert compare_quality(worse, small).note == "final loss worse by 0.0002, margin 1.6e-05"
     found = compare_quality(runs(0.009), runs(0.009))
     assert (found.verdict, found.stable) == ("not judged", None)
     assert "the baseline's R² is 0.0092: hardly more than always answering the mean would have" in found.note

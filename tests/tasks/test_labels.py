@@ -209,6 +209,15 @@ def test_what_cannot_be_learnt_is_said_with_the_value(
         files.read(str(path), labels=OBJECTIVES[objective].labels)
 
 
+@pytest.mark.parametrize(("scale", "told"), [(1.0, False), (1e4, True)])
+def test_numbers_that_are_hard_to_reach_are_told(tmp_path: Path, scale: float, told: bool) -> None:
+    path = tmp_path / "prices.tsv"
+    path.write_text("\n".join(["text\tprice", *(f"house {row}\t{(2 + row % 7) * scale}" for row in range(50))]))
+    notes = files.read(str(path), labels=Number(), label_column="price").notes
+    assert bool(notes) == told
+    assert not told or notes[0].startswith("column 'price' has numbers of mean 49,400 and deviation 20,240: a model")
+
+
 @pytest.mark.parametrize("name", ["docstrings", "imdb"])
 @pytest.mark.parametrize("objective", LABELS)
 def test_tasks_of_one_class_a_text_have_no_other_labels(name: str, objective: str) -> None:

@@ -181,7 +181,7 @@ def test_one_that_ended_well_counts_though_the_next_did_not(tmp_path: Path, monk
 
 def test_one_training_is_compared_with_none_and_which_side_may_be_better_is_no_guess():
     def judged(*tried: Trained) -> tuple[float, str]:
-        return RateSearch._judge(SimpleNamespace(rule=1e-4), list(tried), lowest(tried))
+        return RateSearch._judge(SimpleNamespace(rule=1e-4), list(tried), lowest(tried), 0.02)
 
     late = Trained(4e-4, broken="timeout")
     rate, why = judged(Trained(8e-4, 0.5), late)
