@@ -149,8 +149,7 @@ class _Raw:
         if spec.name == "docstrings":
             self.key["versions"] = docstrings.versions()
         else:
-            # In the words of then for the two that there were: what is cached for them is found again.
-            self.key["labelled"] = {"classification": True, "mlm": False}.get(spec.objective, spec.objective)
+            self.key["objective"] = spec.objective
             pair = [] if spec.text_pair_column is None else [spec.text_pair_column]
             self.key["columns"] = [spec.text_column, spec.label_column, spec.split_column, *pair]
             self._on_hub = hub_texts.load(spec) if spec.name == "hub" else None
