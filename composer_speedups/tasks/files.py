@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from composer_speedups.errors import TaskError
+from composer_speedups.tasks.columns import Columns
 from composer_speedups.tasks.labels import ClassOfText, Labels
-from composer_speedups.tasks.records import LINES, TABLES, as_text, records, text_of, unreadable
+from composer_speedups.tasks.records import LINES, TABLES, records, text_of, unreadable
 from composer_speedups.tasks.splitting import Part, Row, part_of, split
 from composer_speedups.tasks.texts import Texts
 
@@ -19,7 +20,6 @@ __all__ = ["about_rows", "fingerprint", "read", "sources"]
 
 _BEGINNING = 2**20
 
-Columns = dict[str, str]  # their names, by the key of the task that says them
 _CLASS_OF_TEXT = ClassOfText()
 
 
@@ -84,6 +84,7 @@ def read(
     text_pair_column: str | None = None,
     labels: Labels | None = _CLASS_OF_TEXT,
     label_column: str = "label",
+    label_columns: Sequence[str] | None = None,
     split_column: str | None = None,
     eval_path: str | None = None,
     train: int | None = None,
@@ -95,29 +96,29 @@ def read(
 
     What is evaluated on: `eval_path`; or what `split_column` says; or files and folders named train / test; or
     else a tenth of the texts (`splitting.split`).
-    `labels` says how these are written; None leaves them out (MLM). `label_names` renames them.
+    `labels` says how these are written; None leaves them out (MLM). `label_names` renames them; with `label_columns`
+    each class has a column.
     """
-    asked = {"text_column": text_column, "text_pair_column": text_pair_column}
-    asked |= {"label_column": None if labels is None else label_column, "split_column": split_column}
-    columns = {key: name for key, name in asked.items() if name is not None}
-    lists = () if labels is None else labels.in_lists
-    rows = list(_rows(_existing(path), columns, lists))
+    columns = Columns.of(
+        labels, label_columns, text_column=text_column, text_pair_column=text_pair_column, label_column=label_column,
+        split_column=split_column,
+    )  # fmt: skip
+    rows = list(_rows(_existing(path), columns))
     if eval_path is not None:
-        rows = _with_apart(rows, path, eval_path, columns, lists)
+        rows = _with_apart(rows, path, eval_path, columns)
     return split(
         rows, path, labels=labels, label_column=label_column, eval_source=eval_path, train=train,
-        evaluation=evaluation, seed=seed, told_alike=label_names,
+        evaluation=evaluation, seed=seed, order=columns.classes, told_alike=label_names,
     )  # fmt: skip
 
 
-def _with_apart(rows: Iterable[Row], path: str, eval_path: str, columns: Columns, lists: Collection[str]) -> list[Row]:
+def _with_apart(rows: Iterable[Row], path: str, eval_path: str, columns: Columns) -> list[Row]:
     """`rows` without those to evaluate on, and those of `eval_path` instead."""
     apart = _existing(eval_path, "task.eval_path")
     if apart.samefile(_existing(path)):
         raise TaskError(f"task.eval_path {eval_path!r} is task.path: leave it out, and a part is kept to evaluate on")
     own = [row._replace(part="train") for row in rows if row.part != "evaluation"]
-    columns = {key: name for key, name in columns.items() if key != "split_column"}
-    return own + [row._replace(part="evaluation") for row in _rows(apart, columns, lists)]
+    return own + [row._replace(part="evaluation") for row in _rows(apart, columns.without("split_column"))]
 
 
 def _existing(path: str, key: str = "task.path") -> Path:
@@ -133,9 +134,9 @@ def _existing(path: str, key: str = "task.path") -> Path:
     return found
 
 
-def _rows(path: Path, columns: Columns, lists: Collection[str]) -> Iterator[Row]:
+def _rows(path: Path, columns: Columns) -> Iterator[Row]:
     if path.is_file():
-        yield from _table(path, columns, None, lists)
+        yield from _table(path, columns, None)
         return
     try:
         found = sources(path)
@@ -146,15 +147,16 @@ def _rows(path: Path, columns: Columns, lists: Collection[str]) -> Iterator[Row]
             f"folder {str(path)!r} holds neither {', '.join(TABLES)} files nor class folders with .txt files: "
             "give the folder that does"
         )
+    labelled = bool(columns.classes) or "label_column" in columns.by_key
     if found[0].suffix.lower() in TABLES:
         for file in found:
             part = _part(file.relative_to(path).parts)
             if part != "unlabelled":
-                yield from _table(file, columns, part, lists)
-            elif "label_column" not in columns:
-                yield from _table(file, columns, None, lists)
+                yield from _table(file, columns, part)
+            elif not labelled:
+                yield from _table(file, columns, None)
         return
-    if "text_pair_column" in columns:
+    if "text_pair_column" in columns.by_key:
         raise TaskError(
             f"folder {str(path)!r} holds .txt files, each of one text: pairs (task.text_pair_column) are read from "
             f"{', '.join(TABLES)} files"
@@ -162,7 +164,7 @@ def _rows(path: Path, columns: Columns, lists: Collection[str]) -> Iterator[Row]
     for file in found:
         folders = file.relative_to(path).parts[:-1]
         part = _part(folders)
-        if part == "unlabelled" and "label_column" in columns:
+        if part == "unlabelled" and labelled:
             continue
         name = folders[-1]
         if part_of(name) is not None:  # a file about the split itself, such as aclImdb's url lists
@@ -178,13 +180,13 @@ def _part(names: tuple[str, ...]) -> Part | Literal["unlabelled"] | None:
     return next((part for word in words if (part := part_of(word)) is not None), None)
 
 
-def _table(file: Path, columns: Columns, part: Part | None, lists: Collection[str]) -> Iterator[Row]:
-    for number, row in records(file, list(dict.fromkeys(columns.values()))):
-        cells = {key: as_text(row[name], file, number, key, name, key in lists) for key, name in columns.items()}
+def _table(file: Path, columns: Columns, part: Part | None) -> Iterator[Row]:
+    for number, row in records(file, columns.names):
+        cells = columns.cells(row, file, number)
         if "split_column" in cells:
             part = part_of(cells["split_column"])
             if part is None:
-                name = columns["split_column"]
+                name = columns.by_key["split_column"]
                 raise TaskError(
                     f"{str(file)!r}: column {name!r} says {row[name]!r}; it must say train, or test, eval, validation"
                 )

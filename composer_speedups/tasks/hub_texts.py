@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from composer_speedups.errors import TaskError, in_a_line
 from composer_speedups.tasks import hub
+from composer_speedups.tasks.columns import Columns
 from composer_speedups.tasks.labels import class_names
 from composer_speedups.tasks.objectives import OBJECTIVES
-from composer_speedups.tasks.records import as_text
 from composer_speedups.tasks.spec import TaskSpec
 from composer_speedups.tasks.splitting import Part, Row, split
 from composer_speedups.tasks.texts import Texts, pick
@@ -82,12 +82,14 @@ def read(data: DatasetDict, spec: TaskSpec) -> Texts:
     """The texts of `spec`'s splits and columns; see `splitting.split` for what is evaluated on where no split is."""
     assert spec.path is not None
     labels = OBJECTIVES[spec.objective].labels
-    names = {"text_column": spec.text_column, "text_pair_column": spec.text_pair_column}
-    names["label_column"] = None if labels is None else spec.label_column
-    columns = {key: name for key, name in names.items() if name is not None}
+    columns = Columns.of(
+        labels, spec.label_columns, text_column=spec.text_column, text_pair_column=spec.text_pair_column,
+        label_column=spec.label_column,
+    )  # fmt: skip
     splits: dict[str, Part] = {_split(data, spec, "train_split", spec.train_split): "train"}
     usual = (name for name in ("validation", "test") if name in data and name not in splits)
-    apart = spec.eval_split or next((name for name in usual if _told(data[name], names["label_column"])), None)
+    label = columns.by_key.get("label_column")
+    apart = spec.eval_split or next((name for name in usual if _told(data[name], label)), None)
     if apart is not None:
         splits[_split(data, spec, "eval_split", apart)] = "evaluation"
     rows: list[Row] = []
@@ -98,7 +100,7 @@ def read(data: DatasetDict, spec: TaskSpec) -> Texts:
         rows += _rows(some, spec, name, columns, told)
         if part == "train":
             read = some.num_rows / max(1, data[name].num_rows)
-    order = None if labels is None else class_names(data[spec.train_split].features[spec.label_column])
+    order = columns.classes if label is None else class_names(data[spec.train_split].features[label])
     return split(
         rows, spec.path, labels=labels, label_column=spec.label_column, train=spec.train_samples,
         evaluation=spec.eval_samples, seed=spec.data_seed, order=order or (), read=read,
@@ -132,25 +134,21 @@ def _some(data: Dataset, count: int | None, seed: int) -> Dataset:
     return data if count is None or count >= data.num_rows else data.select(pick(data.num_rows, count, seed))
 
 
-def _rows(data: Dataset, spec: TaskSpec, name: str, columns: dict[str, str], part: Part | None) -> Iterator[Row]:
+def _rows(data: Dataset, spec: TaskSpec, name: str, columns: Columns, part: Part | None) -> Iterator[Row]:
     place = Path(f"{spec.path}, {name}")
     for key, column in columns.items():
         if column not in data.features:
             there = ", ".join(data.features)
             raise TaskError(f"{str(place)!r} has no column {column!r}: set task.{key} to one of {there}")
-    classes = {key: class_names(data.features[column]) for key, column in columns.items()}
-    labels = OBJECTIVES[spec.objective].labels
-    lists = () if labels is None else labels.in_lists
+    # A 1 in a column of its own is no number of a name.
+    known = {name: class_names(data.features[name]) for name in columns.names if name not in columns.classes}
     number = 0
-    for batch in data.select_columns([*columns.values()]).iter(_ROWS_AT_ONCE):
-        for values in zip(*(batch[column] for column in columns.values()), strict=True):
+    for batch in data.select_columns(columns.names).iter(_ROWS_AT_ONCE):
+        for values in zip(*(batch[name] for name in columns.names), strict=True):
             number += 1
-            cells = {}
-            for (key, column), value in zip(columns.items(), values, strict=True):
-                if (known := classes[key]) is not None:
-                    value = _named(value, known)
-                cells[key] = as_text(value, place, number, key, column, key in lists)
-            yield Row.of(cells, part)
+            named = zip(columns.names, values, strict=True)
+            row = {name: _named(value, names) if (names := known.get(name)) else value for name, value in named}
+            yield Row.of(columns.cells(row, place, number), part)
 
 
 def _named(value: Any, classes: Sequence[str]) -> Any:

@@ -28,6 +28,7 @@ _ONLY_FOR = {
     "text_column": ("text", "hub"),
     "text_pair_column": ("text", "hub"),
     "label_column": ("text", "hub"),
+    "label_columns": ("text", "hub"),
     "split_column": ("text",),
     "eval_path": ("text",),
     "subset": ("hub",),
@@ -41,7 +42,7 @@ _ONLY_FOR = {
 }
 _WITH_ANY_LABELS = ("text", "hub", "dummy")  # the others have one class a text
 # Written only where they are set: studies and checkpoints that know nothing of them stay what they were.
-_LATER = ("text_pair_column", "subset", "revision", "train_split", "eval_split")
+_LATER = ("text_pair_column", "label_columns", "subset", "revision", "train_split", "eval_split")
 
 
 class _Spec(BaseModel):
@@ -76,6 +77,7 @@ class TaskSpec(_Spec):
         text_pair_column: `text`, `hub`: the column with a second text, where pairs are classified: premise and
             hypothesis, question and answer. The model is given both, as its tokenizer joins them.
         label_column: `text`, `hub`: the column with the label (not needed for MLM).
+        label_columns: `text`, `hub`, for `multi_label`: a column for each class instead, with 1 or 0 in it.
         split_column: `text`: a column that says `train`, or `test` / `validation` / `eval`.
         subset: `hub`: one of the sets that share a name, such as mrpc of nyu-mll/glue.
         revision: `hub`: a commit, branch or tag of it; None is the newest.
@@ -106,6 +108,7 @@ class TaskSpec(_Spec):
     text_column: str = "text"
     text_pair_column: str | None = None
     label_column: str = "label"
+    label_columns: list[str] | None = None
     split_column: str | None = None
     subset: str | None = None
     revision: str | None = None
@@ -136,10 +139,13 @@ class TaskSpec(_Spec):
             raise ValueError(f"train_split and eval_split are both {self.eval_split!r}: evaluate on another")
         if self.name == "text" and self.eval_path is not None and self.split_column is not None:
             raise ValueError("eval_path and split_column both say what to evaluate on: keep one")
-        columns = [n for n in ("text_column", "text_pair_column", "label_column") if self._reads(n)]
-        for one, other in itertools.combinations(columns, 2):
-            if (column := getattr(self, one)) == getattr(self, other):
-                raise ValueError(f"{one} and {other} are both {column!r}: one column cannot be both")
+        if self.label_columns is not None and (self.objective != "multi_label" or len(set(self.label_columns)) < 2):
+            raise ValueError("label_columns are of objective multi_label, two or more, each once")
+        columns = [(n, getattr(self, n)) for n in ("text_column", "text_pair_column", "label_column") if self._reads(n)]
+        columns += [("label_columns", name) for name in self.label_columns or ()]
+        for (one, name), (other, same) in itertools.combinations(columns, 2):
+            if name == same:
+                raise ValueError(f"{one} and {other} are both {name!r}: one column cannot be both")
         if self.mean_length is not None and self.mean_length > self.max_length:
             raise ValueError(f"mean_length {self.mean_length:g} exceeds max_length {self.max_length}")
         if self.mean_length is None and self.length_std > 0:
@@ -151,7 +157,7 @@ class TaskSpec(_Spec):
         return self
 
     def _reads(self, column: str) -> bool:
-        needed = column != "label_column" or self.objective != "mlm"
+        needed = column != "label_column" or (self.objective != "mlm" and self.label_columns is None)
         return self.name in _ONLY_FOR[column] and getattr(self, column) is not None and needed
 
     @model_serializer(mode="wrap")

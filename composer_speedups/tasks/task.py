@@ -151,7 +151,7 @@ class _Raw:
         else:
             self.key["objective"] = spec.objective
             pair = [] if spec.text_pair_column is None else [spec.text_pair_column]
-            self.key["columns"] = [spec.text_column, spec.label_column, spec.split_column, *pair]
+            self.key["columns"] = [spec.text_column, spec.label_column, spec.label_columns, spec.split_column, *pair]
             self._on_hub = hub_texts.load(spec) if spec.name == "hub" else None
             if self._on_hub is not None:
                 self.key["hub"] = [spec.path, spec.subset, spec.revision, spec.train_split, spec.eval_split]
@@ -182,7 +182,7 @@ class _Raw:
         assert spec.path is not None
         return files.read(
             spec.path, text_column=spec.text_column, text_pair_column=spec.text_pair_column,
-            labels=labels, label_column=spec.label_column,
+            labels=labels, label_column=spec.label_column, label_columns=spec.label_columns,
             split_column=spec.split_column, eval_path=spec.eval_path,
             train=spec.train_samples, evaluation=spec.eval_samples, seed=spec.data_seed,
         )  # fmt: skip

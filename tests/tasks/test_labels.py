@@ -225,6 +225,49 @@ def test_tasks_of_one_class_a_text_have_no_other_labels(name: str, objective: st
         TaskSpec(name=name, objective=objective)
 
 
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+def test_each_class_may_have_a_column_of_its_own(tmp_path: Path, form: str) -> None:
+    """As people write toxic comments: 1 or 0, which pandas makes 1.0, or true and false."""
+    rows = [{"text": f"text {i}", "toxic": i % 2, "insult": i % 3 == 0, "threat": None, "mild": 0.0} for i in range(40)]
+    path = tmp_path / f"toxic.{form}"
+    if form == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif form == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        cells = [",".join("" if value is None else str(value) for value in row.values()) for row in rows]
+        path.write_text("\n".join([",".join(rows[0]), *cells]))
+    asked = {"label_columns": ["toxic", "insult", "threat", "mild"]}
+    texts = files.read(str(path), labels=SeveralClasses(), **asked)
+    assert texts.label_names == ["toxic", "insult"], "in the order in which they are asked for"
+    assert texts.notes == ["no text has the label 'threat', 'mild': left out"]
+    for text, label in zip(texts.train, texts.train_labels, strict=True):
+        number = int(text.split()[1])
+        assert label == [number % 2, int(number % 3 == 0)]
+    task = build_task(spec(path, "multi_label", **asked), MODEL, seed=0)
+    assert task.collate_train([task.train[i] for i in range(3)])["labels"].shape == (3, 2)
+
+
+def test_columns_of_classes_are_checked(tmp_path: Path) -> None:
+    for changes, says in (
+        ({"objective": "classification"}, "label_columns are of objective multi_label"),
+        ({"objective": "multi_label", "label_columns": ["a", "a"]}, "two or more, each once"),
+        ({"objective": "multi_label", "label_columns": ["a", "text"]}, "text_column and label_columns are both 'text'"),
+    ):
+        with pytest.raises(ValidationError, match=says):
+            TaskSpec(**({"name": "text", "path": "x", "label_columns": ["a", "b"]} | changes))
+    path = tmp_path / "a.csv"
+    path.write_text("text,a,b\none,1,0\ntwo,2,0")
+    with pytest.raises(TaskError, match=r"column 'a' of task\.label_columns says '2': write 1 where it holds, else 0"):
+        files.read(str(path), labels=SeveralClasses(), label_columns=["a", "b"])
+    with pytest.raises(TaskError, match="has no column 'c'"):
+        files.read(str(path), labels=SeveralClasses(), label_columns=["a", "c"])
+    assert "label_columns" not in TaskSpec().model_dump(), "what is stored of others stays what it was"
+
+
 def test_lists_and_cells_mean_the_same() -> None:
     assert SeveralClasses().items("\x1fred, not blue\x1fsky") == ["red, not blue", "sky"]
     assert SeveralClasses().items("red, sky,") == ["red", "sky"]
