@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BertConfig, DistilBertConfig, GPT2Config, PretrainedConfig, ViTConfig
+from transformers import BertConfig, DistilBertConfig, GPT2Config, ViTConfig
 
 from composer_speedups import hardware, registry
 from composer_speedups.cli import main
@@ -284,23 +284,17 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=64, vocab_size=100), "ValueError"),
-        (ViTConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64), "AttributeError"),
-    ],
-    ids=["GPT-2", "ViT"],
-)
-def test_a_model_that_is_no_encoder(
-    config: PretrainedConfig, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    config.save_pretrained(tmp_path)
+def test_a_model_that_reads_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    ViTConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64).save_pretrained(
+        tmp_path
+    )
     assert main(["doctor", "--model", str(tmp_path), "--batch", "4", "--length", "16"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
     last = err.splitlines()[-1]
-    assert last.startswith("error: ") and f"cannot be predicted ({reason}: " in last and "BERT-like encoder" in last
+    assert (
+        last.startswith("error: ") and "cannot be predicted (AttributeError: " in last and "BERT-like encoder" in last
+    )
 
 
 def test_weights_without_a_tokenizer_have_sizes(tmp_path: Path):
