@@ -17,15 +17,26 @@ from composer_speedups.tasks.records import as_class
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["fit_head"]
+__all__ = ["begin_at", "fit_head"]
 
 _NAMELESS = re.compile(r"LABEL_(\d+)")  # transformers' word for a class that nobody named
 
 
+def begin_at(model: PreTrainedModel, mean: float) -> None:
+    """Let a new head of one output begin at `mean`: training then need not get there first, step by step."""
+    output = _output(model, 1)
+    if output is not None and output[1].bias is not None and not output[1].bias.any():  # a trained one is not 0
+        torch.nn.init.constant_(output[1].bias, mean)
+
+
 def fit_head(
-    model: PreTrainedModel, before: Mapping[int | str, object], names: Sequence[str], new: Collection[str]
+    model: PreTrainedModel,
+    before: Mapping[int | str, object],
+    names: Sequence[str],
+    new: Collection[str],
+    same_kind: bool = True,
 ) -> str | None:
-    """Let the head's outputs be the classes `names`, in that order; return what its user should know.
+    """Let the head's outputs be `names`, in that order; return what its user should know.
 
     The same classes in another order change places, with what is known of them. Other ones, as many, get an output
     layer with random weights. Nothing is done where the layer is new anyway, as of a checkpoint without a head.
@@ -35,6 +46,7 @@ def fit_head(
         before: the checkpoint's names, by their numbers.
         names: the task's.
         new: names of the parameters that the checkpoint did not have, or of another shape.
+        same_kind: whether the checkpoint's head was one of this kind, as of texts or of words.
 
     >>> from transformers import BertConfig, BertForSequenceClassification
     >>> shape = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=9)
@@ -44,16 +56,14 @@ def fit_head(
     >>> bert.classifier.weight[1].tolist() == row
     True
     """
-    body = f"{model.base_model_prefix}."
-    outputs = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module.out_features == len(names) and not name.startswith(body)
-    ]
+    output = _output(model, len(names))
     had = [str(before[number]) for number in sorted(before, key=int)]
-    if not outputs or f"{outputs[-1][0]}.weight" in new or len(had) != len(names):
+    if output is None or f"{output[0]}.weight" in new or len(had) != len(names):
         return None
-    layer = outputs[-1][1]
+    layer = output[1]
+    if not same_kind:
+        _at_random(model, layer)
+        return "its head is of another kind of task: the output layer begins at random weights"
     parameters = [p for p in (layer.weight, layer.bias) if p is not None]
     if (places := _places(had, names)) is not None:
         with torch.no_grad():
@@ -62,13 +72,24 @@ def fit_head(
         return None
     if all(_NAMELESS.fullmatch(name) for name in had):
         return f"the classes of its head have no names: they are taken for {_listed(names)}, in this order"
-    torch.nn.init.normal_(layer.weight, std=getattr(model.config, "initializer_range", 0.02))
-    if layer.bias is not None:
-        torch.nn.init.zeros_(layer.bias)
+    _at_random(model, layer)
     return (
         f"its head was trained for {_listed(had)}: for {_listed(names)} the output layer begins at random weights. If "
         "these are the same, call them alike: in the data, or in id2label of its config.json"
     )
+
+
+def _output(model: PreTrainedModel, count: int) -> tuple[str, torch.nn.Linear] | None:
+    """The last layer of the head, with its name, if it has so many outputs."""
+    body = f"{model.base_model_prefix}."
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    return next(((n, m) for n, m in reversed(layers) if m.out_features == count and not n.startswith(body)), None)
+
+
+def _at_random(model: PreTrainedModel, layer: torch.nn.Linear) -> None:
+    torch.nn.init.normal_(layer.weight, std=getattr(model.config, "initializer_range", 0.02))
+    if layer.bias is not None:
+        torch.nn.init.zeros_(layer.bias)
 
 
 def _places(had: Sequence[str], names: Sequence[str]) -> list[int] | None:

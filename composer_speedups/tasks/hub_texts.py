@@ -32,9 +32,22 @@ def load(spec: TaskSpec) -> DatasetDict:
     if os.path.isdir(folder):
         if spec.revision is not None:
             raise TaskError(f"task.revision is of data sets on the hub, and {spec.path!r} is a folder: remove it")
+        if any((Path(folder) / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            return _saved(spec.path, folder)
         return _loaded(spec.path, folder, "give a folder that it reads, or task.name=text", spec.subset)
     otherwise = "set task.path to a local folder"
     return load_from_hub(spec.path, otherwise, spec.subset, spec.revision)
+
+
+def _saved(name: str, folder: str) -> DatasetDict:
+    """What `save_to_disk` has written: a data set with its splits, or one that is the split to train on."""
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(folder)
+    except Exception as error:  # whatever a file's reader raises
+        raise TaskError(f"data set {name!r} cannot be loaded ({in_a_line(error)}): save it again") from error
+    return found if isinstance(found, datasets.DatasetDict) else datasets.DatasetDict(train=found)
 
 
 def load_from_hub(name: str, otherwise: str, subset: str | None = None, revision: str | None = None) -> DatasetDict:
@@ -74,8 +87,12 @@ def _loaded(name: str, place: str, remedy: str, subset: str | None = None, revis
 
 
 def fingerprint(data: DatasetDict) -> list[list[Any]]:
-    """What tells this content of the data set from another: `datasets` names its files by it."""
-    return [[name, part.num_rows, [file["filename"] for file in part.cache_files]] for name, part in data.items()]
+    """What tells this content of the data set from another."""
+    places = ((name, part, [Path(file["filename"]) for file in part.cache_files]) for name, part in data.items())
+    return [
+        [name, part.num_rows, [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in found]]
+        for name, part, found in places
+    ]
 
 
 def read(data: DatasetDict, spec: TaskSpec) -> Texts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -20,13 +21,13 @@ __all__ = [
 _LIST = "\x1f"  # before each item of what is a list in the data: a character that no text holds
 _SPACE = "\u00a0"  # for white space inside a word: all tokenizers end a word there, and `split(" ")` does not
 _MOST_CLASSES = 1000
-_FAR = 10.0  # from 0: steps of a usual learning rate are long in getting there
+_FAR = 50.0  # times, or a part of, what the outputs of a new head deviate by: many steps away
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def as_cell(items: Sequence[str]) -> str:
-    """A list of the data as the text of one cell, which `Labels` take apart again."""
-    return "".join(_LIST + item for item in items)
+    """A list of the data as the text of one cell, which `Labels` take apart again; of none it is not empty, either."""
+    return "".join(_LIST + item for item in items) or _LIST
 
 
 class Labels(ABC):
@@ -35,15 +36,13 @@ class Labels(ABC):
     Attributes:
         are_classes: they are names out of some; else numbers.
         in_lists: the columns, by their keys of the task, whose cells may hold lists.
-        may_be_empty: a text without any has a label, too.
     """
 
     are_classes = True
     in_lists: tuple[str, ...] = ()
-    may_be_empty = False
 
     def cleaned(self, text: str, label: str) -> tuple[str, str]:
-        """Text and label as the other methods take them. Empty texts are of no use; nor are empty labels, mostly."""
+        """Text and label as the other methods take them; one that is empty then is of no use."""
         return clean(text), label.strip()
 
     @abstractmethod
@@ -98,7 +97,6 @@ class SeveralClasses(Labels):
     """Any of several classes a text: a list of them, or names with commas between; a 1 or a 0 for each class."""
 
     in_lists = ("label_column",)
-    may_be_empty = True
 
     def items(self, label: str) -> list[str]:
         items = label.split(_LIST) if label.startswith(_LIST) else label.split(",")
@@ -107,6 +105,27 @@ class SeveralClasses(Labels):
     def cleaned(self, text: str, label: str) -> tuple[str, str]:
         # Not `strip`, for which the mark of a list is white space.
         return clean(text), label if label.startswith(_LIST) else label.strip()
+
+    def names(self, labels: Sequence[str], column: str, order: Sequence[str]) -> list[str]:
+        """As of one class a text, but for what other ways to write several look like."""
+        rows = [self.items(label) for label in labels]
+        found = {item for row in rows for item in row}
+        why, separated = "", [item for item in found if {*item} & {*";|"}]
+        if found and found <= {"0", "1"} and any(len(row) != len(set(row)) or len(row) == 1 for row in rows):
+            why = "holds 0 and 1, and no names: name the classes, or give each a column (task.label_columns)"
+        elif any(item.startswith("[") or item.endswith("]") for item in found):
+            why = "holds lists that are written as text: write names with commas between, or lists into jsonl"
+        elif separated and not any("," in label or _LIST in label[1:] for label in labels):
+            why = f"holds {separated[0]!r}: write commas between names"
+        elif len(found) > 1 and len({frozenset(row) for row in rows}) == 1:
+            why = "holds the same labels in every row: there is nothing to learn"
+        if why:
+            raise TaskError(f"column {column!r} {why}")
+        return super().names(labels, column, order)
+
+    def notes(self, labels: Sequence[str], column: str) -> list[str]:
+        none = sum(not self.items(label) for label in labels)
+        return [f"{none:,} of {len(labels):,} texts are of none of the classes"] if none else []
 
     def encoded(self, label: str, number: Mapping[str, int]) -> list[int]:
         named = {number[item] for item in self.items(label)}
@@ -132,12 +151,11 @@ class Number(Labels):
 
     def notes(self, labels: Sequence[str], column: str) -> list[str]:
         values = np.array([float(label) for label in labels])
-        mean, deviation = values.mean(), values.std()
-        if max(abs(mean), deviation) <= _FAR:
+        if 1 / _FAR <= (deviation := values.std()) <= _FAR:
             return []
         return [
-            f"column {column!r} has numbers of mean {mean:,.5g} and deviation {deviation:,.5g}: a model begins near 0, "
-            "and learns them the faster, the nearer to -1 to 1 they are. Scale them"
+            f"the numbers of column {column!r} deviate by {deviation:,.5g} from their mean: scale them, as models "
+            "learn those best that deviate by about 1"
         ]
 
     @staticmethod
@@ -176,7 +194,11 @@ class ClassOfWords(Labels):
 
     @staticmethod
     def _parts(cell: str) -> list[str]:
-        parts = cell.split(_LIST)[1:] if cell.startswith(_LIST) else cell.split()
+        if cell == _LIST:
+            return []
+        parts = cell.split(_LIST)[1:] if cell.startswith(_LIST) else re.split("[ \t\r\n]+", cell.strip(" \t\r\n"))
+        if parts == [""]:
+            return []
         return [_SPACE.join(clean(part).split()) for part in parts]
 
     def items(self, label: str) -> list[str]:

@@ -38,11 +38,15 @@ def build_model(spec: ModelSpec, task: Task, *, seed: int | None = None) -> PreT
     """
     import torch
 
+    from composer_speedups.tasks.heads import begin_at
+
     config = _configure(spec, task)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.random.default_generator.manual_seed(seed)
         model = _instantiate(spec, task, config)
+    if task.objective == "regression":
+        begin_at(model, float(task.train.labels.mean()))
     check_first_batch(model, task)
     model.float()  # transformers 5 keeps a checkpoint's own dtype; masters in float32 are what the recipes assume
     return model
@@ -182,8 +186,11 @@ def _instantiate(spec: ModelSpec, task: Task, config: PretrainedConfig) -> PreTr
                 ignore_mismatched_sizes=True, **attention,
             )  # fmt: skip
             new = _check_loaded(spec, model, loading)
-            if OBJECTIVES[task.objective].has_classes:
-                note = fit_head(model, load_config(task.source).id2label, task.label_names, new)
+            objective, own = OBJECTIVES[task.objective], load_config(task.source)
+            if objective.labels is not None:
+                end = objective.head.removeprefix("AutoModel")
+                same_kind = not own.architectures or any(name.endswith(end) for name in own.architectures)
+                note = fit_head(model, own.id2label, task.label_names, new, same_kind)
                 if note is not None:
                     log.warning("model %s: %s", spec.name, note)
             return model

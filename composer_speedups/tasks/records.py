@@ -75,12 +75,16 @@ def as_class(label: str) -> str:
     return whole[1] if whole else label
 
 
-def as_text(value: Any, file: Path, number: int, key: str, column: str, lists: bool = False) -> str:
+def as_text(
+    value: Any, file: Path, number: int, key: str, column: str, lists: bool = False, inner: bool = False
+) -> str:
     """What a cell says; empty where it is missing. Python's way to write bytes or a list is nobody's text or label.
 
-    With `lists` it may hold a list of such.
+    With `lists` it may hold a list of such, each of which is `inner`.
     """
     if type(value) is str:
+        if lists and not value.strip():  # of a list of none, as a csv has it
+            return as_cell([])
         return as_class(value.strip()) if key == "label_column" and file.suffix.lower() in (".csv", ".tsv") else value
     if value is None or value != value:  # NaN is how pandas writes what is missing
         return ""
@@ -94,11 +98,13 @@ def as_text(value: Any, file: Path, number: int, key: str, column: str, lists: b
                 f"task.{key}"
             ) from error
     if lists and isinstance(value, (list, tuple)):
-        return as_cell([as_text(item, file, number, key, column) for item in value])
+        return as_cell([as_text(item, file, number, key, column, inner=True) for item in value])
     if isinstance(value, (list, tuple, dict)):
         wanted = "one text" if key in ("text_column", "text_pair_column") else "one word or number"
         taken = {"label_column": "multi_label or token_classification", "text_column": "token_classification"}
-        other = f", or task.objective={taken[key]}, for which it may" if key in taken and type(value) is list else ""
+        other = ""
+        if key in taken and type(value) is list and not inner:
+            other = f", or task.objective={taken[key]}, for which it may"
         raise TaskError(
             f"{place} holds a {type(value).__name__}, not {wanted}: write {wanted} there, or name another task.{key}"
             f"{other}"

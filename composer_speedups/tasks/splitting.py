@@ -143,7 +143,7 @@ def _cleaned(rows: Sequence[Row], source: str, labels: Labels | None) -> tuple[l
     """The rows that have what is needed, and words on the others."""
     made = [_clean_row(row, labels) for row in rows]
     whole = [row for row in made if row.text and row.pair != ""]
-    kept = [row for row in whole if row.label or labels is None or labels.may_be_empty]
+    kept = [row for row in whole if row.label or labels is None]
     notes = []
     if empty := len(made) - len(whole):
         paired = any(row.pair is not None for row in made)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from composer_speedups.errors import TaskError
+from composer_speedups.ignored import IGNORED
 from composer_speedups.installed import version
 from composer_speedups.tasks import docstrings, dummy, files, hub_texts, imdb, model_sources, wordpiece
 from composer_speedups.tasks.cache import cached, digest
@@ -31,6 +32,7 @@ __all__ = ["Task", "build_task"]
 log = logging.getLogger("composer_speedups")
 
 DEFAULT_VOCABULARY = 8192
+_CUT = 0.02  # of the labelled words: that many may lie beyond a text's cut without a word
 _UNKNOWN = 0.02  # of the tokens: that many the tokenizer may not know without a word
 _CHECKS = 5  # raised when `files.read` learns to refuse or to tell more: a filled cache would not hear of it
 
@@ -238,11 +240,17 @@ def _tokenised(spec: TaskSpec, source: model_sources.Source, tokenizer: PreTrain
             full = [i for i, row in enumerate(rows) if not special.issuperset(row)]
             if len(full) < len(rows):
                 notes.append(f"{len(rows) - len(full):,} of {len(rows):,} {part} texts dropped: no token in them")
+            of_tokens = spec.objective == "token_classification"
+            if of_tokens:
+                full, note = _labelled(full, labels, getattr(texts, f"{part}_labels"), part, spec.max_length)
+                notes += note
             notes += _unknown(rows, tokenizer, part, own=not source.tokenizer)
             if not full:
-                raise TaskError(f"no {part} text of task {spec.name} holds a token that the tokenizer knows")
+                raise TaskError(
+                    f"no {part} text of task {spec.name} holds a token that the tokenizer knows"
+                    + (", with a label" if of_tokens else "")
+                )
             typed = None if types is None else [types[i] for i in full]
-            of_tokens = spec.objective == "token_classification"
             TokenDataset.of([rows[i] for i in full], [labels[i] for i in full], typed, of_tokens).save(folder / part)
         _About(texts.label_names, notes).save(folder)
 
@@ -280,6 +288,21 @@ def _unknown(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase, part: st
     return [
         f"{share:.0%} of the {part} tokens are {tokenizer.unk_token}, as the tokenizer does not know them: {remedy}"
     ]
+
+
+def _labelled(
+    full: list[int], labels: list[list[int]], of_words: list[list[int]], part: str, length: int
+) -> tuple[list[int], list[str]]:
+    """Of the texts at `full` those with a label on some token, without which a loss is no number; and what to say."""
+    kept = [i for i in full if any(label != IGNORED for label in labels[i])]
+    notes = []
+    if without := len(full) - len(kept):
+        notes.append(f"{without:,} of {len(full):,} {part} texts dropped: no labelled word in {length} tokens")
+    there = sum(label != IGNORED for row in of_words for label in row)
+    read = sum(label != IGNORED for i in kept for label in labels[i])
+    if read < (1 - _CUT) * there:
+        notes.append(f"{1 - read / there:.0%} of the labelled {part} words are cut off: raise task.max_length {length}")
+    return kept, notes
 
 
 def _types_known(model: ModelSpec, source: model_sources.Source) -> int:

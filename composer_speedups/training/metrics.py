@@ -15,6 +15,8 @@ from composer_speedups.ignored import IGNORED
 from composer_speedups.measurement.results import RunResult
 from composer_speedups.tasks import Task
 
+_ROUNDING = 1e-12  # of a sum of squares: labels that differ by less are the same
+
 __all__ = ["R2", "MeanSquaredError", "MultiLabelAccuracy", "MultiLabelCrossEntropy", "evaluation_metrics", "record"]
 
 
@@ -85,7 +87,8 @@ class R2(_Sums):
 
     def compute(self) -> torch.Tensor:
         squares, total, squared, count = self.sums
-        return 1 - squares / (squared - total**2 / count)
+        varied = squared - total**2 / count
+        return 1 - squares / torch.where(varied > _ROUNDING * squared, varied, torch.nan)
 
 
 def evaluation_metrics(task: Task, classes: int) -> list[Any]:

@@ -130,6 +130,19 @@ def test_lists_of_classes_have_their_names(tmp_path: Path) -> None:
         texts(folder, text_column="text", label_column="moods")
 
 
+def test_what_was_saved_to_disk_is_read(tmp_path: Path) -> None:
+    parts = datasets.DatasetDict(train=rows(40), validation=rows(10, 40))
+    parts.save_to_disk(tmp_path / "parts")
+    found = texts(tmp_path / "parts")
+    assert (len(found.train), len(found.evaluation), found.label_names) == (40, 10, CLASSES.names)
+    first = hub_texts.fingerprint(datasets.load_from_disk(tmp_path / "parts"))
+    rows(40).save_to_disk(tmp_path / "one")
+    assert len(texts(tmp_path / "one").train) == 36
+    other = datasets.DatasetDict(train=rows(40, 7), validation=rows(10, 40))
+    other.save_to_disk(tmp_path / "parts")
+    assert hub_texts.fingerprint(datasets.load_from_disk(tmp_path / "parts")) != first, "its files have the same names"
+
+
 def test_a_score_is_a_number(folder: Path) -> None:
     found = texts(folder, objective="regression", label_column="score")
     assert found.label_names == ["score"]

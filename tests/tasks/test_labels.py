@@ -18,6 +18,7 @@ from composer_speedups.recipes import load_recipe
 from composer_speedups.tasks import ModelSpec, TaskSpec, build_model, build_task, files
 from composer_speedups.tasks.labels import ClassOfWords, Number, SeveralClasses
 from composer_speedups.tasks.objectives import OBJECTIVES
+from composer_speedups.training.metrics import R2
 from composer_speedups.training.run import run
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
@@ -81,7 +82,8 @@ def test_every_objective_of_the_recipes_is_known() -> None:
 def test_labels_are_those_of_the_file(tmp_path: Path, objective: str, form: str) -> None:
     texts = files.read(str(written(tmp_path, objective, form)), labels=OBJECTIVES[objective].labels)
     assert texts.label_names == {"regression": ["label"], "multi_label": CLASSES}.get(objective, ["O", *CLASSES])
-    assert len(texts.train) == 72 and len(texts.evaluation) == 8 and not texts.notes
+    assert len(texts.train) == 72 and len(texts.evaluation) == 8
+    assert texts.notes == ["2 of 80 texts are of none of the classes"] * (objective == "multi_label")
     for text, label in zip(texts.train, texts.train_labels, strict=True):
         row = int(text.split()[-1].partition("x")[0])
         expected = LABELS[objective](row)
@@ -91,6 +93,74 @@ def test_labels_are_those_of_the_file(tmp_path: Path, objective: str, form: str)
             assert text.split(" ") == words(row) and [texts.label_names[n] for n in label] == expected
         else:
             assert label == pytest.approx(expected)
+
+
+def test_a_missing_label_is_none_and_an_empty_list_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "moods.jsonl"
+    labels = [None, [], ["joy"], ["anger", "joy"]]
+    path.write_text("\n".join(json.dumps({"text": f"text {i}", "label": labels[i % 4]}) for i in range(40)))
+    texts = files.read(str(path), labels=SeveralClasses())
+    assert len(texts.train) + len(texts.evaluation) == 30
+    assert [note.partition(f"{path} ")[2] or note for note in texts.notes] == [
+        "dropped: no label", "10 of 30 texts are of none of the classes"
+    ]  # fmt: skip
+    for text, label in zip(texts.train, texts.train_labels, strict=True):
+        assert label == [[], [0, 0], [0, 1], [1, 1]][int(text.split()[1]) % 4]
+
+
+def test_texts_of_which_no_word_has_a_label_are_left_out(tmp_path: Path) -> None:
+    """Their loss is a mean over nothing: NaN, and in a batch of its own all of it."""
+    path = tmp_path / "some.jsonl"
+    rows = [{"text": words(i), "label": of_words(i) if i % 2 else [None] * len(words(i))} for i in range(60)]
+    rows += [{"text": ["word"] * 40 + ["Rome"], "label": [-100] * 40 + ["place"]} for _ in range(30)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    task = build_task(spec(path, "token_classification", train_samples=None), MODEL, seed=0)
+    assert all((task.train[i]["label"] != -100).any() for i in range(len(task.train)))
+    assert len(task.train) + len(task.evaluation) == 30
+    dropped = [note for note in task.notes if "dropped: no labelled word in 32 tokens" in note]
+    assert len(dropped) == 2 and any(
+        "labelled train words are cut off: raise task.max_length 32" in n for n in task.notes
+    )
+
+
+def test_a_new_head_begins_at_the_mean(tmp_path: Path) -> None:
+    path = tmp_path / "years.tsv"
+    path.write_text("\n".join(["text\tlabel", *(f"year {row}\t{1990 + row % 7}" for row in range(60))]))
+    task = build_task(spec(path, "regression"), MODEL, seed=0)
+    batch = task.collate_train([task.train[i] for i in range(20)])
+    model = build_model(MODEL, task, seed=0).eval()
+    assert (model(**batch).logits - task.train.labels.mean()).abs().max() < 1
+    model.save_pretrained(tmp_path / "model")
+    task.tokenizer.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        model.classifier.bias.fill_(1.5)
+    model.save_pretrained(tmp_path / "model")
+    kept = ModelSpec(name=str(tmp_path / "model"), pretrained=True)
+    assert build_model(kept, build_task(spec(path, "regression"), kept, seed=0)).classifier.bias.item() == 1.5
+
+
+def test_another_kind_of_head_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(tmp_path, "token_classification", "jsonl")
+    task = build_task(spec(path, "token_classification"), MODEL, seed=0)
+    of_texts = transformers.BertConfig(vocab_size=304, num_labels=3, **SMALL)
+    old = transformers.BertForSequenceClassification(of_texts)
+    torch.nn.init.constant_(old.classifier.weight, 9.0)
+    old.save_pretrained(tmp_path / "old")
+    task.tokenizer.save_pretrained(tmp_path / "old")
+    model = ModelSpec(name=str(tmp_path / "old"), pretrained=True)
+    built = build_model(model, build_task(spec(path, "token_classification"), model, seed=0))
+    assert built.classifier.weight.abs().max() < 1
+    assert "its head is of another kind of task: the output layer begins at random weights" in caplog.text
+
+
+def test_what_numbers_explain_is_no_number_where_they_do_not_vary() -> None:
+    metric = R2()
+    metric.update(torch.tensor([0.5, 0.1]), torch.tensor([0.1, 0.1]))
+    assert math.isnan(metric.compute())
+    metric.update(torch.tensor([0.3]), torch.tensor([0.4]))
+    answers, labels = np.array([0.5, 0.1, 0.3]), np.array([0.1, 0.1, 0.4])
+    expected = 1 - ((answers - labels) ** 2).sum() / ((labels - labels.mean()) ** 2).sum()
+    assert metric.compute().item() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("objective", LABELS)
@@ -196,6 +266,11 @@ def measured_again(model: torch.nn.Module, task: TaskSpec, objective: str) -> tu
         ("regression", ["a\t2", "b\t2.0"], "holds one number only, 2: there is nothing to learn"),
         ("multi_label", ["a\tx", "b\tx,"], "holds one label only, 'x'"),
         ("multi_label", ["a\t", "b\t,"], "holds no label: classification needs two"),
+        ("multi_label", ["a\t0", "b\t1"], "holds 0 and 1, and no names: name the classes, or give each a column"),
+        ("multi_label", ["a\t0,1,0", "b\t1,1,0"], "holds 0 and 1, and no names"),
+        ("multi_label", ["a\t['x', 'y']", "b\t['x']"], "holds lists that are written as text"),
+        ("multi_label", ["a\tx;y", "b\tx"], "holds 'x;y': write commas between names"),
+        ("multi_label", ["a\tx,y", "b\ty,x"], "holds the same labels in every row: there is nothing to learn"),
         ("token_classification", ["a b\tX O", "c d\tX"], "the text 'c d' has 2 words and 1 labels"),
         ("token_classification", ["a b\tO O", "c d\tO O"], "holds one label only, 'O'"),
     ],
@@ -209,13 +284,13 @@ def test_what_cannot_be_learnt_is_said_with_the_value(
         files.read(str(path), labels=OBJECTIVES[objective].labels)
 
 
-@pytest.mark.parametrize(("scale", "told"), [(1.0, False), (1e4, True)])
+@pytest.mark.parametrize(("scale", "told"), [(1.0, False), (1e4, True), (1e-4, True)])
 def test_numbers_that_are_hard_to_reach_are_told(tmp_path: Path, scale: float, told: bool) -> None:
     path = tmp_path / "prices.tsv"
     path.write_text("\n".join(["text\tprice", *(f"house {row}\t{(2 + row % 7) * scale}" for row in range(50))]))
     notes = files.read(str(path), labels=Number(), label_column="price").notes
     assert bool(notes) == told
-    assert not told or notes[0].startswith("column 'price' has numbers of mean 49,400 and deviation 20,240: a model")
+    assert scale < 1e4 or notes[0].startswith("the numbers of column 'price' deviate by 20,240 from their mean: scale")
 
 
 @pytest.mark.parametrize("name", ["docstrings", "imdb"])
@@ -243,7 +318,9 @@ def test_each_class_may_have_a_column_of_its_own(tmp_path: Path, form: str) -> N
     asked = {"label_columns": ["toxic", "insult", "threat", "mild"]}
     texts = files.read(str(path), labels=SeveralClasses(), **asked)
     assert texts.label_names == ["toxic", "insult"], "in the order in which they are asked for"
-    assert texts.notes == ["no text has the label 'threat', 'mild': left out"]
+    assert texts.notes == [
+        "13 of 40 texts are of none of the classes", "no text has the label 'threat', 'mild': left out"
+    ]  # fmt: skip
     for text, label in zip(texts.train, texts.train_labels, strict=True):
         number = int(text.split()[1])
         assert label == [number % 2, int(number % 3 == 0)]
@@ -272,6 +349,8 @@ def test_lists_and_cells_mean_the_same() -> None:
     assert SeveralClasses().items("\x1fred, not blue\x1fsky") == ["red, not blue", "sky"]
     assert SeveralClasses().items("red, sky,") == ["red", "sky"]
     assert SeveralClasses().cleaned(" a ", "\x1fsky")[1] == "\x1fsky", "of one item, too"
+    assert SeveralClasses().items("\x1f") == [] and ClassOfWords().cleaned("a b", "\x1f") == ("a b", "")
+    assert ClassOfWords().cleaned("10\xa0000 euros", "X O")[0].split(" ") == ["10\xa0000", "euros"]
     one, other = ClassOfWords().cleaned("\x1fNew York\x1f\x1fis", "\x1fB\x1fX\x1f")
     assert one.split(" ") == ["New\xa0York", "is"] and other == "B -100", "a word of nothing is none, and has no label"
     assert ClassOfWords().encoded("B -100 O", {"B": 1, "O": 0}) == [1, -100, 0]
