@@ -177,6 +177,7 @@ def _summary(result: results.RunResult) -> Table:
         if loss is not None:
             table.add_row(name, loss_text(loss, 4))
     row("eval accuracy", result.eval_accuracy, "{:.2f} %", 100)
+    row("most frequent answer", result.eval_majority, "{:.2f} % would be right", 100)
     row("eval R²", result.eval_r2, "{:.4f}")
     row("steps", result.steps, "{:.0f}")
     row("training", result.train_seconds, "{:.1f} s")
