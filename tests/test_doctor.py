@@ -198,6 +198,7 @@ def test_a_token_budget_is_told_in_rows(one_layer):
     assert "batch 2 of 128 tokens" in memory_need(recipe=recipe, batch=2).what
 
 
+@pytest.mark.elsewhere
 def test_a_recipe_needs_less_with_its_speed_ups(one_layer):
     plain, packed = (memory_need(recipe=one_layer(f"cpu/{name}"), batch=8).memory for name in ("fp32", "fastest"))
     assert packed.activations < 0.5 * plain.activations

@@ -352,6 +352,7 @@ def test_two_at_once_share_the_work(tmp_path: Path):
     assert all(len(row["seeds"]) == 3 for row in rows(tmp_path / "out").values())
 
 
+@pytest.mark.elsewhere
 def test_a_run_that_was_taken_over_meanwhile_is_not_told_as_a_result(tmp_path: Path):
     """A laptop that slept: when it wakes, another process has made the run, and that result is the one kept."""
     recipes = [fakes.Recipe("base", seconds=2.0)]
@@ -618,6 +619,7 @@ def test_a_study_whose_marks_say_more_goes_on(tmp_path: Path):
         study(out, recipes, [1, 2])
 
 
+@pytest.mark.elsewhere
 def test_a_run_that_ended_in_a_later_versions_words_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipes = [fakes.Recipe("base"), fakes.Recipe("fast")]
     study(tmp_path, recipes, [1, 2])

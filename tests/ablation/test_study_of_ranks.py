@@ -59,6 +59,7 @@ def test_two_ranks_learn_what_one_process_does(tmp_path: Path, monkeypatch, caps
     assert "exchange" not in alone["step_profile"]
 
 
+@pytest.mark.elsewhere
 @pytest.mark.timeout(300)
 def test_a_fault_of_one_rank_in_a_training_is_told_at_once(monkeypatch) -> None:
     """Composer's Trainer closes with a barrier, in which the failed one would wait for those that wait for it."""
@@ -95,6 +96,7 @@ def test_what_the_ranks_cannot_share_is_skipped_with_the_reason() -> None:
         os.environ.pop("WORLD_SIZE", None)  # which the look sets, in a process of its own
 
 
+@pytest.mark.elsewhere
 def test_another_number_of_ranks_changes_nothing_of_a_study(tmp_path: Path) -> None:
     recipe = load_recipe("cpu/fp32", TINY)
     study = Study([recipe], [1], tmp_path, command="the first")

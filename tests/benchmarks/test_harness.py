@@ -22,6 +22,7 @@ def test_speeds_are_of_the_batches_that_count() -> None:
     assert set(harness._speeds({"seconds": [1.0], "tokens": [10], "flops": [5.0]}, 4, 2).values()) == {None}
 
 
+@pytest.mark.elsewhere
 def test_a_run_of_fewer_steps_than_count_is_told_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Short(harness.Isolation):
         def run(self, payload: dict[str, Any], timeout: float) -> harness.Outcome:
@@ -70,6 +71,7 @@ def test_a_plot_is_drawn_and_leaves_out_what_has_no_value(tmp_path: Path) -> Non
     harness.plot(tmp_path / "nothing", {"failed": []}, "samples/s")
 
 
+@pytest.mark.elsewhere
 def test_nothing_runs_after_the_deadline(tmp_path: Path) -> None:
     entries = {"a": harness.Entry("ours", "cpu/fp32", TINY)}
     assert harness.interleaved(entries, tmp_path, repetitions=1, batches=1, deadline=0.0) == []

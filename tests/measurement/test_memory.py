@@ -266,6 +266,7 @@ def test_parameters_are_no_activations():
     assert saved.bytes == 3 * 10 * 4, "the input, not the weight"
 
 
+@pytest.mark.elsewhere
 def test_the_largest_batch_that_fits():
     recipe = load("demo/fp32")
     at = {size: predict(recipe, batch_size=size).peak for size in (40, 48)}

@@ -61,6 +61,7 @@ def test_the_best_together_are_recommended(tmp_path: Path):
     assert "Screening" in text and "Study" in text
 
 
+@pytest.mark.elsewhere
 def test_for_several_ranks(tmp_path: Path):
     """All runs are of as many, and so are the commands that it ends with."""
     out = tmp_path / "out"
@@ -75,6 +76,7 @@ def test_for_several_ranks(tmp_path: Path):
         made(out, ranks=1)
 
 
+@pytest.mark.elsewhere
 def test_ranks_share_the_batch(tmp_path: Path):
     found, _ = made(tmp_path / "three", 0.5, ranks=2, base=plain(batch_size=20), own_batch=True)
     assert found.recipe.batch_size == 20
@@ -84,6 +86,7 @@ def test_ranks_share_the_batch(tmp_path: Path):
         made(tmp_path / "four", ranks=3)
 
 
+@pytest.mark.elsewhere
 def test_what_loses_quality_is_not_recommended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RECOMMEND_SPOILT", "1")
     found, _ = made(tmp_path / "out")
@@ -433,6 +436,7 @@ def test_short_runs_do_not_judge_quality_and_say_what_would():
     assert found.sentence.endswith("Quality is not shown to hold in runs of 9 steps (final loss may be worse).")
 
 
+@pytest.mark.elsewhere
 def test_the_command_that_compares_quality_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from composer_speedups.ablation.selection import load_rows
 

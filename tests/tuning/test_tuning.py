@@ -219,6 +219,7 @@ def test_a_kill_that_the_kernel_did_not_count_is_lack_of_memory(tmp_path: Path, 
     assert "out of memory: killed by SIGKILL" in (tmp_path / "x.yaml").read_text()
 
 
+@pytest.mark.elsewhere
 def test_a_longer_time_limit_tries_again_what_took_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     diary, out = tmp_path / "diary", tmp_path / "x.yaml"
     monkeypatch.setenv("TUNING_DIARY", str(diary))
