@@ -194,8 +194,6 @@ class ClassOfWords(Labels):
 
     @staticmethod
     def _parts(cell: str) -> list[str]:
-        if cell == _LIST:
-            return []
         parts = cell.split(_LIST)[1:] if cell.startswith(_LIST) else re.split("[ \t\r\n]+", cell.strip(" \t\r\n"))
         if parts == [""]:
             return []

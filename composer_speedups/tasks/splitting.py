@@ -93,10 +93,13 @@ def split(
         remedy: what to do where one part has no text.
     """
     kept, notes = _cleaned(rows, source, labels)
-    names = ["none"] if labels is None else labels.names([row.label or "" for row in kept], label_column, order)
-    notes += [] if labels is None else labels.notes([row.label or "" for row in kept], label_column)
-    if labels is not None and (absent := [name for name in order if name not in names]):
-        notes.append(f"no text has the label {', '.join(map(repr, absent))}: left out")
+    names = ["none"]
+    if labels is not None:
+        written = [row.label or "" for row in kept]
+        names = labels.names(written, label_column, order)
+        notes += labels.notes(written, label_column)
+        if absent := [name for name in order if name not in names]:
+            notes.append(f"no text has the label {', '.join(map(repr, absent))}: left out")
     number = {name: i for i, name in enumerate(names)}
     ordered = sorted(((_chosen(row, seed, labels, number), row.part) for row in kept), key=lambda x: x[0][:4])
     told = any(row.part == "evaluation" for row in rows)

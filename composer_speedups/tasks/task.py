@@ -225,13 +225,13 @@ class _About:
 def _tokenised(spec: TaskSpec, source: model_sources.Source, tokenizer: PreTrainedTokenizerBase, raw: _Raw) -> Path:
     def build(folder: Path) -> None:
         texts = raw.texts()
-        notes = list(texts.notes)
+        notes, of_tokens = list(texts.notes), spec.objective == "token_classification"
         for part in ("train", "evaluation"):
             # A copy: a tokenizer keeps how it was last used, and what is saved with a model must not tell of the cache.
             pairs, labels = getattr(texts, f"{part}_pairs"), getattr(texts, f"{part}_labels")
             encode = Encoding(copy.deepcopy(tokenizer), spec.max_length, f"tokenizing for {part}", raw.say)
             types = None
-            if spec.objective == "token_classification":
+            if of_tokens:
                 rows, labels = encode.words(getattr(texts, part), labels)
             else:
                 rows, types = encode.texts(getattr(texts, part), pairs)
@@ -240,7 +240,6 @@ def _tokenised(spec: TaskSpec, source: model_sources.Source, tokenizer: PreTrain
             full = [i for i, row in enumerate(rows) if not special.issuperset(row)]
             if len(full) < len(rows):
                 notes.append(f"{len(rows) - len(full):,} of {len(rows):,} {part} texts dropped: no token in them")
-            of_tokens = spec.objective == "token_classification"
             if of_tokens:
                 full, note = _labelled(full, labels, getattr(texts, f"{part}_labels"), part, spec.max_length)
                 notes += note

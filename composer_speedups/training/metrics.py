@@ -34,18 +34,28 @@ class _Sums(Metric):
         self.sums += torch.stack([value.double().sum() for value in values])
 
 
-class MultiLabelCrossEntropy(_Sums):
-    """Mean over texts and classes of the binary cross entropy, of logits and labels [rows, classes]."""
+class _Mean(_Sums):
+    """Of what `of` gives for each answer."""
 
     def __init__(self) -> None:
         super().__init__(2)
 
+    def of(self, preds: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
     def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        losses = F.binary_cross_entropy_with_logits(preds.double(), target.double(), reduction="none")
-        self._add(losses, torch.ones_like(losses))
+        values = self.of(preds.double(), target.double())
+        self._add(values, torch.ones_like(values))
 
     def compute(self) -> torch.Tensor:
         return self.sums[0] / self.sums[1]
+
+
+class MultiLabelCrossEntropy(_Mean):
+    """Mean over texts and classes of the binary cross entropy, of logits and labels [rows, classes]."""
+
+    def of(self, preds: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(preds, target, reduction="none")
 
 
 class MultiLabelAccuracy(MultilabelAccuracy):
@@ -59,17 +69,11 @@ class MultiLabelAccuracy(MultilabelAccuracy):
         super().update((preds > 0).long(), target.long())
 
 
-class MeanSquaredError(_Sums):
+class MeanSquaredError(_Mean):
     """Of numbers [rows]."""
 
-    def __init__(self) -> None:
-        super().__init__(2)
-
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        self._add((preds.double() - target.double()) ** 2, torch.ones_like(target))
-
-    def compute(self) -> torch.Tensor:
-        return self.sums[0] / self.sums[1]
+    def of(self, preds: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (preds - target) ** 2
 
 
 class R2(_Sums):
