@@ -13,18 +13,23 @@ __all__ = [
     "ALBERT",
     "BERT_LIKE",
     "CAUSAL",
+    "DATA2VEC",
     "DEBERTA",
     "DISTILBERT",
+    "ERNIE",
     "ESM",
+    "EUROBERT",
     "GRAPHED",
     "MASKED",
     "MODERNBERT",
     "MPNET",
+    "NOMIC_LIKE",
     "READ_ANYWHERE",
     "READ_FIRST",
     "UNPADDABLE",
     "adds_to_scores",
     "attention_of",
+    "embeddings_of",
     "has_head",
     "layers_of",
     "position_kind",
@@ -36,6 +41,8 @@ __all__ = [
 
 # By `config.model_type`: embeddings, then `encoder.layer`, each with `attention.self`, `attention.output`, ...
 BERT_LIKE = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+DATA2VEC = ("data2vec-text",)  # RoBERTa by another name
+ERNIE = ("ernie",)  # BERT, with one argument more
 DISTILBERT = ("distilbert",)  # the same mathematics in modules of other names
 MODERNBERT = (
     "modernbert",
@@ -44,7 +51,10 @@ MPNET = ("mpnet",)  # BERT's modules; scores have a number for the distance, whi
 DEBERTA = ("deberta-v2",)  # and v3; scores have products with relative positions, which its encoder brings
 ESM = ("esm",)  # of proteins; rotary positions in ESM-2, norms before what they feed
 ALBERT = ("albert",)  # one layer that is run again and again, or a few of them, in groups
-UNPADDABLE = (*BERT_LIKE, *DISTILBERT, *MODERNBERT, *MPNET, *DEBERTA, *ESM, *ALBERT)
+NOMIC_LIKE = ("nomic_bert", "jina_embeddings_v3", "gte")  # BERT's norms, rotary positions, Llama's names of modules
+EUROBERT = ("eurobert",)  # the same with Llama's norms; transformers has all four from 5 on
+_OLDER = (*BERT_LIKE, *DATA2VEC, *ERNIE, *DISTILBERT, *MODERNBERT, *MPNET, *DEBERTA, *ESM, *ALBERT)
+UNPADDABLE = (*_OLDER, *NOMIC_LIKE, *EUROBERT)
 
 GRAPHED = (*BERT_LIKE, *DISTILBERT, *MODERNBERT)  # of which `CUDAGraphs` knows what the host reads
 
@@ -64,7 +74,7 @@ def stack_of(encoder: torch.nn.Module | None) -> torch.nn.Module | None:
     'Transformer'
     """
     family = getattr(getattr(encoder, "config", None), "model_type", None)
-    if family in MODERNBERT:
+    if family in (*MODERNBERT, *NOMIC_LIKE, *EUROBERT):
         stack = encoder
     else:
         stack = getattr(encoder, "transformer" if family in DISTILBERT else "encoder", None)
@@ -82,6 +92,11 @@ def layers_of(stack: torch.nn.Module | None) -> torch.nn.ModuleList | None:
     return layers if isinstance(layers, torch.nn.ModuleList) else None
 
 
+def embeddings_of(encoder: torch.nn.Module) -> torch.nn.Module | None:
+    """What makes hidden states of ids in such an encoder; None if not found."""
+    return getattr(encoder, "embed_tokens" if encoder.config.model_type in EUROBERT else "embeddings", None)
+
+
 def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
     """The self-attention in a layer of such an encoder: with the layers of queries, keys and values; None if not found.
 
@@ -92,7 +107,7 @@ def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
     """
     # Asked at each forward pass, so it looks into modules' own dictionaries: `getattr` takes ten times as long.
     inside = unwrapped(layer)._modules
-    block = inside.get("attention") or inside.get("attn")
+    block = inside.get("attention") or inside.get("attn") or inside.get("self_attn")
     if block is None:
         return None
     inside = unwrapped(block)._modules
@@ -155,7 +170,7 @@ def _reader_of(owner: torch.nn.Module) -> torch.nn.Module | None:
     for module in (getattr(owner.base_model, "pooler", None), getattr(owner, "pooler", None)):
         if module is not None:
             return module
-    if owner.config.model_type in (*DISTILBERT, *MODERNBERT):
+    if owner.config.model_type in (*DISTILBERT, *MODERNBERT, *EUROBERT):
         return None
     return getattr(owner, "sequence_summary", None) or getattr(owner, "classifier", None)
 
@@ -174,5 +189,6 @@ def reads_first(owner: torch.nn.Module | None) -> bool:
         return False  # that one reads the first token that is real
     if not takes_first(_reader_of(owner)):
         return False
-    # ELECTRA's multiple choice may take a mean, and so may ModernBERT's classifiers.
-    return getattr(config, "summary_type", "first") == "first" and getattr(config, "classifier_pooling", "cls") == "cls"
+    # ELECTRA's multiple choice may take a mean, and so may ModernBERT's classifiers and EuroBERT's.
+    first = ("cls", "bos")
+    return getattr(config, "summary_type", "first") == "first" and getattr(config, "classifier_pooling", "cls") in first

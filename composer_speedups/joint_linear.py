@@ -31,12 +31,13 @@ def joint_linear(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> tuple[to
     >>> [tuple(y.shape) for y in joint_linear(layers, torch.ones(5, 2))]
     [(5, 3), (5, 1)]
     """
-    if not all(only_linear(m) and m.bias is not None for m in layers):
+    biased = [m.bias is not None for m in layers if only_linear(m)]
+    if len(biased) < len(layers) or any(biased) != all(biased):
         return tuple(m(x) for m in layers)
-    weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers])
+    weight, bias = torch.cat([m.weight for m in layers]), torch.cat([m.bias for m in layers]) if biased[0] else None
     widths = [m.out_features for m in layers]
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if not traced and bias.requires_grad and joined_gradient.serves(x, widths):
+    if not traced and bias is not None and bias.requires_grad and joined_gradient.serves(x, widths):
         return _PartsOfBiased.apply(F.linear(x, weight, bias.detach()), bias, widths)
     y = F.linear(x, weight, bias)
     return _Parts.apply(y, widths) if y.is_cpu and y.requires_grad and plain(y) and not traced else y.split(widths, -1)

@@ -47,6 +47,16 @@ def config_of(family: str, **values: object):
     elif family == "Albert":  # each layer of weights of its own
         own = dict(num_hidden_groups=values["num_hidden_layers"], classifier_dropout_prob=0.0)
         values = own | values
+    elif family in ("NomicBert", "JinaEmbeddingsV3", "Gte"):
+        own = dict(classifier_dropout=0.0, head_dim=values["hidden_size"] // values["num_attention_heads"])
+        values = own | values
+    elif family == "EuroBert":  # two heads share keys and values
+        values["attention_dropout"] = values.pop("attention_probs_dropout_prob")
+        values.pop("hidden_dropout_prob")  # it has no other
+        heads = values["num_attention_heads"]
+        own = dict(num_key_value_heads=heads // 2, head_dim=values["hidden_size"] // heads, classifier_pooling="bos")
+        special = dict(bos_token_id=1, eos_token_id=2, mask_token_id=4)
+        values = own | special | values
     elif family == "Esm":  # as ESM-2
         # Queries are scaled before they are turned, which transformers 5 does in float32, and by us with the scores: in
         # float64 the same numbers where the scale is a power of two, 1/4, so that nothing is seen of float32 roundings

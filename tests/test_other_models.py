@@ -1,4 +1,4 @@
-"""Beyond BERT: every speed-up on ten other families either works, or says in one line that it does not apply.
+"""Beyond BERT: every speed-up on other families either works, or says in one line that it does not apply.
 
 From small random configurations, in real Composer Trainers. Numerics are held to the contract's tolerance against the
 same model in float64; what changes nothing must warn, and what cannot be must raise before anything was changed.
@@ -46,12 +46,17 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "ModernBert": lambda: transformers.ModernBertConfig(
         **SIZES, **TEXT, local_attention=26, global_attn_every_n_layers=2, reference_compile=False, **_MODERN
     ),
+    "NomicBert": lambda: transformers.NomicBertConfig(**BERT_LIKE, head_dim=8),
+    "EuroBert": lambda: transformers.EuroBertConfig(
+        **SIZES, **TEXT, num_key_value_heads=2, head_dim=8, bos_token_id=1, eos_token_id=2, classifier_pooling="bos"
+    ),
     "ViT": lambda: transformers.ViTConfig(**SIZES, **NO_DROPOUT, num_labels=3, image_size=16, patch_size=4),
     "GPT2": lambda: transformers.GPT2Config(
         vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=4, pad_token_id=0, num_labels=3,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0,
     ),
 }  # fmt: skip
+FAMILIES = {family: config for family, config in FAMILIES.items() if hasattr(transformers, f"{family}Config")}
 _MODERN = {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
 
 

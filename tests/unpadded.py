@@ -9,7 +9,7 @@ from small import config_of
 
 ROWS, LENGTH = 6, 16
 
-FAMILIES = {  # and their padding ids
+FAMILIES = {  # those that the installed transformers has, and their padding ids
     "Bert": 0,
     "Roberta": 1,
     "XLMRoberta": 1,
@@ -21,7 +21,15 @@ FAMILIES = {  # and their padding ids
     "DebertaV2": 0,
     "Esm": 1,
     "Albert": 0,
+    "Data2VecText": 1,
+    "Ernie": 0,
+    "NomicBert": 0,
+    "JinaEmbeddingsV3": 1,
+    "Gte": 1,
+    "EuroBert": 0,
 }
+FAMILIES = {family: padding for family, padding in FAMILIES.items() if hasattr(transformers, f"{family}Config")}
+EAGER_ONLY = [family for family in FAMILIES if not getattr(transformers, f"{family}Model")._supports_sdpa]
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "Model"]
 
 # Each head once, and what families differ in: positions that count padding ids, embeddings of another width.
@@ -42,7 +50,15 @@ KINDS = [
     ("Esm", "ForMaskedLM"),
     ("Albert", "ForSequenceClassification"),
     ("Albert", "ForMaskedLM"),
+    ("Ernie", "ForSequenceClassification"),
+    ("Ernie", "ForMaskedLM"),
+    ("NomicBert", "ForSequenceClassification"),
+    ("JinaEmbeddingsV3", "ForMaskedLM"),
+    ("Gte", "ForSequenceClassification"),
+    ("EuroBert", "ForSequenceClassification"),
+    ("EuroBert", "ForMaskedLM"),
 ]
+KINDS = [(family, head) for family, head in KINDS if family in FAMILIES]
 
 
 def tiny_config(family: str, **changes: object):

@@ -17,8 +17,8 @@ bias, for 262,144 x 3,072 (`2026-11-27_h200_limits`): 93 % of the bandwidth, wit
 instead of 6; under `TorchCompile`, too, as Inductor sums up for the bias by itself.
 
 **Needs.** Intermediate layers that compute what BertIntermediate does, with the activation `gelu`: BERT, RoBERTa,
-XLM-R, CamemBERT, ELECTRA, MPNet, DeBERTa-v2, ESM, ViT and others, known by their code; and DistilBERT's feed-forward
-blocks.
+XLM-R, CamemBERT, ELECTRA, MPNet, DeBERTa-v2, ESM, ViT and others, known by their code; DistilBERT's feed-forward
+blocks; and those that compute what CLIP's do, as Jina embeddings v3's.
 On CUDA the package triton; on the CPU float32 or bfloat16 and a C compiler: elsewhere PyTorch's GELU stays (the
 evidence says which kernel there is). Other activations (`gelu_new`, `relu`, ...) are left alone and counted. Layers
 that are no plain `nn.Linear`, as with an adapter, and hooks on the linear layer or on its activation, take the model's
@@ -96,7 +96,7 @@ class FusedBiasGELU(SpeedUp):
             logger,
             count,
             nothing,
-            already=having(state.model, _FusedIntermediate, _FusedFeedForward),
+            already=having(state.model, _FusedIntermediate, _FusedFeedForward, _FusedMLP),
             left_alone=len(others),
             kernel=by,
         )
@@ -114,6 +114,13 @@ def _of_distilbert(self, input: torch.Tensor) -> torch.Tensor:
     x = self.lin2(x)
     x = self.dropout(x)
     return x
+
+
+def _of_clip(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    hidden_states = self.fc1(hidden_states)
+    hidden_states = self.activation_fn(hidden_states)
+    hidden_states = self.fc2(hidden_states)
+    return hidden_states
 
 
 def _of_esm(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -136,6 +143,8 @@ def _intermediates(model: torch.nn.Module) -> list[tuple[torch.nn.Module, object
                 found.append((m, F.gelu if _computes_gelu(own) else own))
         elif same_code(getattr(type(m), "ff_chunk", None), _of_distilbert) and _biased(getattr(m, "lin1", None)):
             found.append((m, m.activation))
+        elif same_code(type(m).forward, _of_clip) and _biased(getattr(m, "fc1", None)):
+            found.append((m, m.activation_fn))
     return found
 
 
@@ -150,7 +159,7 @@ def _own_gelu(cls: type[torch.nn.Module]) -> Callable[[torch.Tensor], torch.Tens
 
 def _fused(layer: torch.nn.Module) -> type:
     if not hasattr(layer, "dense"):
-        return _FusedFeedForward
+        return _FusedMLP if hasattr(layer, "fc1") else _FusedFeedForward
     return _FusedIntermediate if hasattr(layer, "intermediate_act_fn") else _FusedEsm
 
 
@@ -212,3 +221,11 @@ class _FusedFeedForward:
     def activated(self, x: torch.Tensor) -> torch.Tensor:
         out = _by_kernel(self.lin1, self.activation, x)
         return self.activation(self.lin1(x)) if out is None else out
+
+
+class _FusedMLP:
+    """Mixed into `JinaEmbeddingsV3MLP` and what computes the same, as CLIP's."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        out = _by_kernel(self.fc1, self.activation_fn, hidden_states)
+        return super().forward(hidden_states) if out is None else self.fc2(out)

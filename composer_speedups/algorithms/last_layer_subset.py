@@ -9,14 +9,15 @@ width on keys and values: about ten twelfths of the last layer go.
 
 **When it pays.** With few layers, much (of 4 layers a fifth), with 12 about 7 %. Dropout draws fewer numbers.
 
-**Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, MPNet,
-DistilBERT, ESM or DeBERTa-v2 and -v3, or a sequence classifier of ModernBERT that takes the first token and no mean,
-with transformers' own `forward`: one of your own may read other tokens. Heads that read every token (MLM, token
-classification, question answering) and bare encoders have nothing to leave out: the report says so.
-`output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself;
-while the classifier runs, its `last_hidden_state` is [rows, 1, width]. With
-a hook on the last layer's attention (Composer sets some to look for a microbatch size under FSDP) it is computed whole,
-too; hooks on what follows it see one token a row. Goes together with `Unpadding`.
+**Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, data2vec-text,
+ERNIE, ELECTRA, MPNet, DistilBERT, ESM or DeBERTa-v2 and -v3, or a sequence classifier of Nomic BERT, Jina embeddings
+v3, GTE, or of ModernBERT or EuroBERT that takes the first token and no mean (EuroBERT's `classifier_pooling` is a mean
+unless it is `bos`), with transformers' own `forward`: one of your own may read other tokens. Heads that read every
+token (MLM, token classification, question answering) and bare encoders have nothing to leave out: the report says so.
+`output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself; while
+the classifier runs, its `last_hidden_state` is [rows, 1, width]. With a hook on the last layer's attention (Composer
+sets some to look for a microbatch size under FSDP) it is computed whole, too; hooks on what follows it see one token a
+row. Goes together with `Unpadding`.
 
 Source: computing the last layer for [CLS] alone, as in several BERT inference servers.
 """

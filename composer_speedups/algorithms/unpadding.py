@@ -23,13 +23,14 @@ PyTorch's attention with dropout takes a slow path there. `LengthGroupedBatches`
 completely and needs no knowledge of the model; with both the results are right, and grouping saves nothing. Under
 `TorchCompile` use `scope="block"`: the number of tokens is dynamic, so only the first few batches compile.
 
-**Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA or DistilBERT as encoders with absolute positions; ModernBERT,
-which transformers 4.53 unpads itself where flash-attn is installed; MPNet; DeBERTa-v2 and -v3 without a convolution;
-ALBERT with one layer in each of its groups; or ESM-2 and ESM-1b, whose embeddings, which count the masked tokens of
-each row, stay padded.
+**Needs.** BERT, RoBERTa, XLM-RoBERTa, CamemBERT, data2vec-text, ERNIE, ELECTRA or DistilBERT as encoders with absolute
+positions; ModernBERT, which transformers 4.53 unpads itself where flash-attn is installed; MPNet; DeBERTa-v2 and -v3
+without a convolution; ALBERT with one layer in each of its groups; ESM-2 and ESM-1b, whose embeddings, which count the
+masked tokens of each row, stay padded; or, as transformers has them from 5 on, Nomic BERT, Jina embeddings v3, GTE and
+EuroBERT (the code that their hub pages bring for older versions is left alone).
 It *is* the attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
 attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. With
-`timed_attention` a Triton kernel of our own (`kernels/packed_attention.py`; BERT's modules, DistilBERT's and ESM's,
+`timed_attention` a Triton kernel of our own (`kernels/packed_attention.py`; not for ModernBERT, MPNet and DeBERTa;
 heads of 32 or 64, not compiled) is compared with it on the first tensors of about each size, and has its place where
 it computes the same and takes at most 0.97 of the time (0.7 of it on an H200:
 `benchmarks/results/2026-11-27_h200_peers`); the evidence has both times. Other work on the GPU decides it by chance.
@@ -61,11 +62,13 @@ from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.arguments import check_count, check_flag
 from composer_speedups.errors import ConflictError
 from composer_speedups.families import (
+    EUROBERT,
     MODERNBERT,
     READ_ANYWHERE,
     READ_FIRST,
     UNPADDABLE,
     attention_of,
+    embeddings_of,
     has_head,
     layers_of,
     reads_first,
@@ -110,7 +113,8 @@ def apply_unpadding(model: torch.nn.Module, multiple_of: int = 64, timed_attenti
         if getattr(encoder, "chooses_tokens", False):
             raise ConflictError("apply_unpadding must come before apply_masked_token_head, whose work it would undo")
         encoder.packed_multiple_of = check_count("multiple_of", multiple_of)
-        heads = (*READ_ANYWHERE, *READ_FIRST) if family in MODERNBERT else READ_ANYWHERE  # its means leave padding out
+        means = family in (*MODERNBERT, *EUROBERT)  # of classifiers, which leave padding out
+        heads = (*READ_ANYWHERE, *READ_FIRST) if means else READ_ANYWHERE
         anywhere = bool(readers) and all(has_head(m, heads) and not reads_first(m) for m in readers)
         encoder.reads_anywhere = anywhere and getattr(encoder, "pooler", None) is None
         count += BY_FAMILY[family].pack(encoder, readers[-1] if readers else None)
@@ -197,7 +201,7 @@ def _packed_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     parts = []
     for encoder in [m for m in model.modules() if isinstance(m, PackedEncoder)]:
         layers = list(layers_of(stack_of(encoder)) or ())
-        parts += [encoder.embeddings] if encoder.packed_embeddings else []
+        parts += [embeddings_of(encoder)] if encoder.packed_embeddings else []
         parts += [*layers, *map(unwrapped, layers), *filter(None, map(attention_of, layers))]
     return parts
 

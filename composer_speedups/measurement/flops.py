@@ -16,9 +16,9 @@ __all__ = ["COUNTED", "local_attention", "model_flops", "pairs_within"]
 # By `config.model_type`: families whose count here is PyTorch's own. Others have products that this does not know, as
 # convolutions, bottlenecks, or attention to other tokens than all; for them a wrong MFU would be worse than none.
 COUNTED = frozenset({
-    "albert", "bert", "camembert", "data2vec-text", "deberta-v2", "distilbert", "electra", "ernie", "esm", "flaubert",
-    "gpt2", "layoutlm", "megatron-bert", "modernbert", "mpnet", "rembert", "roberta", "roberta-prelayernorm",
-    "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl",
+    "albert", "bert", "camembert", "data2vec-text", "deberta-v2", "distilbert", "electra", "ernie", "esm", "eurobert",
+    "flaubert", "gpt2", "gte", "jina_embeddings_v3", "layoutlm", "megatron-bert", "modernbert", "mpnet", "nomic_bert",
+    "rembert", "roberta", "roberta-prelayernorm", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl",
 })  # fmt: skip
 
 

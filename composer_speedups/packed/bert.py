@@ -20,7 +20,15 @@ from composer_speedups.packed.first import FirstOnly, attend_as_bert
 from composer_speedups.packed.packing import Packing
 from composer_speedups.surgery import mix_in
 
-__all__ = ["FirstOfBert", "PackedBert", "PackedBertAttention", "PackedBertEncoder", "pack_bert", "pack_parts"]
+__all__ = [
+    "FirstOfBert",
+    "PackedBert",
+    "PackedBertAttention",
+    "PackedBertEncoder",
+    "pack_bert",
+    "pack_masked_head",
+    "pack_parts",
+]
 
 
 def pack_bert(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> int:
@@ -34,11 +42,11 @@ def pack_parts(encoder: torch.nn.Module, owner: torch.nn.Module | None, whole: t
     layers = layers_of(encoder.encoder)
     for layer in layers:
         mix_in(attention, attention_of(layer))
-    _pack_masked_head(encoder, owner)
+    pack_masked_head(encoder, owner)
     return len(layers)
 
 
-def _pack_masked_head(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> None:
+def pack_masked_head(encoder: torch.nn.Module, owner: torch.nn.Module | None) -> None:
     """Let the head of `owner`, if it is a masked language model with one of its own, compute real tokens' logits."""
     for head in (getattr(owner, name, None) for name in ("cls", "lm_head", "lm_predictions", "predictions")):
         if encoder.reads_anywhere and type(head).__name__.endswith(("MLMHead", "LMHead")):
@@ -72,8 +80,13 @@ class PackedBert(PackedEncoder):
 
     def encoded(self, hidden: torch.Tensor, packing: Packing, kwargs: dict[str, Any]):
         """The model's output, of packed embeddings."""
-        layers, pools = layers_of(self.encoder), getattr(self, "pooler", None) is not None
+        layers = layers_of(self.encoder)
         hidden = self.encoder(for_compiled(hidden, layers), attention_mask=packing)[0]
+        return self.finished(hidden, layers, packing, kwargs)
+
+    def finished(self, hidden: torch.Tensor, layers: torch.nn.ModuleList, packing: Packing, kwargs: dict[str, Any]):
+        """The same, of what `layers` have made of them."""
+        pools = getattr(self, "pooler", None) is not None
         if asked_for_first(layers[-1]):
             read = padded = hidden[:, None]
         else:

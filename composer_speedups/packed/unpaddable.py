@@ -11,6 +11,7 @@ from composer_speedups.families import (
     MODERNBERT,
     adds_to_scores,
     attention_of,
+    embeddings_of,
     has_head,
     layers_of,
     position_kind,
@@ -20,7 +21,7 @@ from composer_speedups.families import (
 from composer_speedups.packed.encoder import PackedEncoder
 from composer_speedups.packed.esm import turns_alike
 from composer_speedups.packed.modernbert import unpads_itself
-from composer_speedups.surgery import stock_forward
+from composer_speedups.surgery import known_code, stock_forward
 
 __all__ = ["owners_in", "why_not"]
 
@@ -40,7 +41,7 @@ def why_not(module: torch.nn.Module, *owners: torch.nn.Module) -> str | None:
     Each of its `owners` may read from it what the others do not.
     """
     config = getattr(module, "config", None)
-    if stack_of(module) is None or not hasattr(module, "embeddings"):
+    if stack_of(module) is None or (embeddings := embeddings_of(module)) is None:
         return ""
     if isinstance(module, PackedEncoder):
         return "its encoder is unpadded already"
@@ -61,8 +62,8 @@ def why_not(module: torch.nn.Module, *owners: torch.nn.Module) -> str | None:
     if config.model_type in ALBERT and config.inner_group_num > 1:
         return "ALBERT with inner_group_num > 1 has groups of several layers"
     # Of ALBERT's groups the layers inside, too.
-    parts = [module, module.embeddings, stack_of(module), *layers, *map(unwrapped, layers), *map(attention_of, layers)]
-    own = [type(part).__name__ for part in parts if part is None or not stock_forward(part)]
+    parts = [module, embeddings, stack_of(module), *layers, *map(unwrapped, layers), *map(attention_of, layers)]
+    own = [type(part).__name__ for part in parts if part is None or not (stock_forward(part) or _looks_up(part))]
     if own:
         return f"{own[0]} has a forward of its own, not transformers', and may want rows and padding"
     if config.model_type in MODERNBERT and unpads_itself(module):
@@ -72,3 +73,8 @@ def why_not(module: torch.nn.Module, *owners: torch.nn.Module) -> str | None:
     if config.model_type in ESM and not turns_alike(module):
         return "its layers turn queries and keys by angles of their own"
     return None
+
+
+def _looks_up(part: torch.nn.Module) -> bool:
+    """Whether `part` is PyTorch's table of embeddings, which is all the embeddings that EuroBERT has."""
+    return isinstance(part, torch.nn.Embedding) and known_code(type(part)) and "forward" not in vars(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -24,6 +25,9 @@ ROOM = 4.0
 # Times that, of a parameter whose true gradient is nothing beside the plain model's error, as keys' biases': there one
 # kernel's rounding is compared with another's, which were up to 13 times as large.
 _NOTHING = 8.0
+# Times that at most, as the plain model's error of the same parameter in other layers says: where much cancels, as in
+# the biases of keys that are turned to their places, the error is about one random number, and may be small by chance.
+_KIN = 4.0
 _LOSS = 0.1  # of the gradients' relative error, what a loss may be off by where the plain model's is off by less
 # In 16 bits a unit next to a ReLU's kink may be on in one model and off in the other, a tenth of a small head's
 # gradient: of tiny DistilBERTs with LowPrecisionNorm one in two batches of eight texts has such a unit, of plain ones
@@ -158,11 +162,24 @@ def _worst(stock: Errors, found: Errors) -> tuple[str, float]:
         "loss": found.loss / max(stock.loss, _LOSS * usual, 2 * epsilon),
         "all gradients": found.gradients / usual,
     }
+    kin: dict[str, float] = {}
+    for name, error in stock.tensors.items():
+        kin[_kind(name)] = max(kin.get(_kind(name), 0.0), error)
     for name, error in found.tensors.items():
-        same = stock.tensors.get(name, 0.0)
-        most = max(same * (_NOTHING if found.norms[name] < 0.1 * same else 1.0), usual * found.norms[name])
+        own = stock.tensors.get(name, 0.0)
+        same = max(own, min(kin.get(_kind(name), 0.0), _KIN * own))
+        most = max(same * (_NOTHING if found.norms[name] < 0.1 * own else 1.0), usual * found.norms[name])
         shares[name] = error / most if most else (math.inf if error else 0.0)
     # NaN is no number to be compared: it is the worst there is.
     shares = {name: math.inf if math.isnan(share) else share for name, share in shares.items()}
     furthest = max(shares, key=lambda name: shares[name])
     return furthest, shares[furthest] / ROOM
+
+
+def _kind(name: str) -> str:
+    """The parameter's name without the number of its layer.
+
+    >>> _kind("layers.11.k_proj.bias")
+    'layers.*.k_proj.bias'
+    """
+    return re.sub(r"\d+", "*", name)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from composer.algorithms.warnings import NoEffectWarning
 from small import Doubled, checkpoint_blocks, stock_checkpointing
-from unpadded import FAMILIES, tiny_config, with_random_weights
+from unpadded import EAGER_ONLY, FAMILIES, tiny_config, with_random_weights
 
 from composer_speedups import (
     LastLayerSubset,
@@ -26,14 +26,28 @@ from composer_speedups.joint_linear import joint_linear, part_of_linear
 from composer_speedups.packed.by_family import BY_FAMILY
 from composer_speedups.packed.first import FirstOnly
 
-MODELS = ["Bert", "Roberta", "Electra", "DistilBert", "ModernBert", "MPNet", "DebertaV2", "Esm"]
-EACH_KIND = pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "MPNet", "DebertaV2", "Esm"])
+_ALIKE = (
+    "Roberta",
+    "Electra",
+    "Data2VecText",
+    "Ernie",
+    "JinaEmbeddingsV3",
+    "Gte",
+)  # as another family, but for what their heads are
+MODELS = [family for family in FAMILIES if family not in ("XLMRoberta", "Camembert", "Albert")]
+EACH_KIND = pytest.mark.parametrize("family", [family for family in MODELS if family not in _ALIKE])
+LAST_LINEAR = {
+    "DistilBert": "ffn.lin2",
+    "ModernBert": "mlp.Wo",
+    "NomicBert": "mlp.down_proj",
+    "EuroBert": "mlp.down_proj",
+}
 
 
 def make(family: str = "Bert", attention: str = "sdpa", **changes: object) -> torch.nn.Module:
     own: dict[str, object] = {"num_labels": 3}
-    if family in ("Electra", "MPNet", "DebertaV2", "Esm"):
-        attention = "eager"  # the first has no other in 4.53, the others in none
+    if family in EAGER_ONLY:
+        attention = "eager"
     if family == "ModernBert":
         own |= {"num_hidden_layers": 3, "classifier_pooling": "cls"}  # of which the second sees a window
         if attention == "eager":  # in float64 the stock one is NaN for tokens that see nothing but padding
@@ -57,8 +71,8 @@ def batch(kind: str = "right", padding_id: int = 0) -> dict[str, torch.Tensor]:
 
 
 def error(model: torch.nn.Module) -> dict[str, float]:
-    """float64: sums in another order; but ModernBERT's eager attention has its softmax in float32 whatever comes."""
-    in_float32 = (model.config.model_type, model.config._attn_implementation) == ("modernbert", "eager")
+    """float64: sums in another order; but some eager attention has its softmax in float32 whatever comes."""
+    in_float32 = model.config.model_type in ("modernbert", "eurobert") and model.config._attn_implementation == "eager"
     return dict.fromkeys(("rtol", "atol"), 1e-4 if in_float32 else 1e-10)
 
 
@@ -97,7 +111,7 @@ def test_last_feed_forward_sees_one_token_a_row(unpadded: bool, attention: str, 
     if unpadded:
         apply_unpadding(model, multiple_of=1)
     for layer in layers_of(stack_of(model.base_model)):
-        last = layer.get_submodule({"DistilBert": "ffn.lin2", "ModernBert": "mlp.Wo"}.get(family, "output.dense"))
+        last = layer.get_submodule(LAST_LINEAR.get(family, "output.dense"))
         last.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
     inputs = batch()
     model(**inputs)
@@ -146,7 +160,13 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
 @pytest.mark.parametrize("unpadded", [False, True])
 @pytest.mark.parametrize(
     ("family", "place"),
-    [("Bert", "attention"), ("Bert", "attention.self"), ("DistilBert", "attention"), ("ModernBert", "attn")],
+    [
+        ("Bert", "attention"),
+        ("Bert", "attention.self"),
+        ("DistilBert", "attention"),
+        ("ModernBert", "attn"),
+        *((family, "self_attn") for family in ("NomicBert", "EuroBert") if family in FAMILIES),
+    ],
 )
 def test_a_hook_on_its_attention_sees_all_tokens(family: str, place: str, unpadded: bool) -> None:
     stock, seen = make(family), []
@@ -276,6 +296,17 @@ def test_electra_may_sum_its_choices_up_otherwise(kind: str) -> None:
     config = make("Electra").config
     config.summary_type = kind
     assert apply_last_layer_subset(transformers.ElectraForMultipleChoice(config)) == (kind == "first")
+
+
+@pytest.mark.skipif("EuroBert" not in FAMILIES, reason="transformers has no EuroBERT")
+@pytest.mark.parametrize("pooling", ["mean", "late"])
+@pytest.mark.parametrize("kind", ["right", "left", "none"])
+def test_eurobert_may_read_more(pooling: str, kind: str) -> None:
+    """Without padding it reads as much, wherever the padding was."""
+    stock, inputs = make("EuroBert", classifier_pooling=pooling), batch(kind)
+    fast = copy.deepcopy(stock)
+    assert apply_last_layer_subset(fast) == 0 and apply_unpadding(fast) == 2
+    compare(stock, fast, inputs)
 
 
 @pytest.mark.parametrize("changes", [{"classifier_pooling": "mean"}, {"num_hidden_layers": 2}], ids=str)

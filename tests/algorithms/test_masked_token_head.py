@@ -37,7 +37,15 @@ FAMILIES = {
         vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, reference_compile=False,
     ),
+    "NomicBert": SHAPE | {"head_dim": 8},
+    "JinaEmbeddingsV3": SHAPE | {"pad_token_id": 0},
+    "Gte": SHAPE | {"pad_token_id": 0},
+    "EuroBert": dict(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
+        intermediate_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, mask_token_id=4,
+    ),
 }  # fmt: skip
+FAMILIES = {name: values for name, values in FAMILIES.items() if hasattr(transformers, f"{name}Config")}
 
 
 def masked_lm(family: str = "Bert", seed: int = 0) -> torch.nn.Module:

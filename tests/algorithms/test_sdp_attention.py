@@ -51,7 +51,10 @@ FAMILIES = {
     "GPT2": (GPT2, 2, 2),
     "MPNet": (SHAPE | NO_DROPOUT, 0, 0),
     "DebertaV2": (SHAPE | NO_DROPOUT | dict(type_vocab_size=0), 0, 0),
+    "NomicBert": (SHAPE | NO_DROPOUT | dict(head_dim=8), 2, 2),
+    "EuroBert": (SHAPE | dict(num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2), 2, 2),
 }  # fmt: skip
+FAMILIES = {name: case for name, case in FAMILIES.items() if hasattr(transformers, f"{name}Config")}
 SWAPPED = [name for name, (_, old, new) in FAMILIES.items() if (new if MODERN else old)]
 NOT_SWAPPED = [name for name in FAMILIES if name not in SWAPPED]
 

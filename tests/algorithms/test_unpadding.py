@@ -12,6 +12,7 @@ import torch
 import transformers
 from small import checkpoint_blocks, stock_checkpointing
 from unpadded import (
+    EAGER_ONLY,
     FAMILIES,
     HEADS,
     KINDS,
@@ -117,7 +118,7 @@ def test_rows_longer_than_a_deberta_has_positions(subset: bool) -> None:
 def test_returns_the_models_own_class_and_as_many_places(family: str, pooler: bool) -> None:
     """MPNet's has one for a pooler that it has not, and in 4.53 so have BERT's and RoBERTa's."""
     cls, config = getattr(transformers, f"{family}Model"), make(family).config
-    poolless = family in ("DistilBert", "ModernBert", "DebertaV2", "Electra")
+    poolless = family in ("DistilBert", "ModernBert", "DebertaV2", "Electra", "EuroBert")
     if poolless and pooler:
         pytest.skip("it never has a pooler")
     stock = (cls(config) if poolless else cls(config, add_pooling_layer=pooler)).double().eval()
@@ -329,8 +330,8 @@ def test_attention_dropout_has_the_flag_that_stock_code_reads(family: str, atten
 
     All others read the attention's own.
     """
-    if attention == "sdpa" and family in ("Electra", "MPNet", "DebertaV2", "Esm"):
-        pytest.skip("Electra and ESM have no SDPA in 4.53, the others have none")
+    if attention == "sdpa" and family in EAGER_ONLY:
+        pytest.skip("transformers has no SDPA for it")
     config = make(family, attention_probs_dropout_prob=0.5).config
     cls = getattr(transformers, f"{family}ForSequenceClassification")
     stock = with_random_weights(cls._from_config(config, attn_implementation=attention))
@@ -436,7 +437,10 @@ def test_pickles_copies_and_keeps_names(tmp_path) -> None:
     torch.testing.assert_close(stock(**inputs).logits, model(**inputs).logits, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"ModernBert", "DebertaV2", "Esm"}))  # they have no end
+ENDLESS = {"ModernBert", "DebertaV2", "Esm", "NomicBert", "JinaEmbeddingsV3", "Gte", "EuroBert"}  # their positions
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - ENDLESS))
 def test_more_tokens_than_positions_is_an_error_on_the_host(family: str) -> None:
     """On a GPU an index that is too large would end the process's work there."""
     model, ids = make(family), torch.randint(5, 64, (2, 50))
