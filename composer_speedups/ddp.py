@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import torch
+from composer.distributed import DDPSyncStrategy
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["bucket_bytes", "hook_of", "why_alone", "without_ddp"]
+from composer_speedups.calling_trainer import calling_trainer
+
+__all__ = ["bucket_bytes", "exchanged_by_trainer", "hook_of", "why_alone", "without_ddp"]
+
+
+def exchanged_by_trainer() -> bool:
+    """Whether the Trainer that is calling us averages gradients itself, tensor by tensor, and DDP none of them."""
+    trainer = calling_trainer()
+    return trainer is not None and trainer._ddp_sync_strategy == DDPSyncStrategy.FORCED_SYNC
 
 
 def why_alone() -> str | None:

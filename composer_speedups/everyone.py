@@ -6,6 +6,7 @@ All of it is for all ranks to call. With one process each gives back what it was
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -24,6 +25,8 @@ def start_ranks() -> None:
     Alone not: with one, Composer asks Gloo or NCCL five times a step for what it knows.
     """
     if dist.get_world_size() > 1:
+        if "GROUP_RANK" in os.environ:  # torchrun's name for what Composer wants to know
+            os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
         dist.initialize_dist("gpu" if torch.cuda.is_available() else "cpu")
 
 

@@ -18,12 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_speedups import (
+    FusedAdamW,
     GradientAsBucketView,
     GradientCompression,
     apply_gradient_as_bucket_view,
     apply_gradient_compression,
 )
 from composer_speedups.measurement.profiling import profiled
+from composer_speedups.speedup import SpeedUp
 
 LATE = 0.5  # seconds
 SHARES = (1.0, -0.37, 2.5)  # by rank: what its gradients are multiplied with
@@ -123,8 +125,33 @@ def beside_a_built_in_one(apply: Any) -> None:
     apply(ddp)
 
 
-def trained(algorithms: list[Any], strategy: str = "ddp", **options: Any) -> dict[str, Any]:
-    """Two fits of two steps in Composer's Trainer."""
+def beside_swa(algorithm: Any) -> None:
+    """Which copies the model, DDP included."""
+    from composer.algorithms import SWA
+
+    trained([SWA(swa_start="0.2dur", swa_end="0.9dur", update_interval="1ba"), algorithm])
+
+
+def loaded_by_a_callback(saved: bool, folder: str) -> list[tuple[int, float]]:
+    """For each group its parameters and weight decay, of a file whose groups are others."""
+    from composer.callbacks import LoadCheckpoint
+    from composer.core import Event
+
+    there = f"{folder}/groups-{saved}"
+    trained([FusedAdamW(no_decay_on_bias_and_norm=saved)], save_folder=there, save_interval="1ba")
+    callback, groups = LoadCheckpoint(f"{there}/ep0-ba1-rank0.pt", event=Event.AFTER_LOAD), []
+    trained([FusedAdamW(no_decay_on_bias_and_norm=not saved)], callbacks=(callback,), groups=groups)
+    return groups
+
+
+def trained(
+    algorithms: list[Any],
+    strategy: str = "ddp",
+    callbacks: tuple[Any, ...] = (),
+    groups: list[Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Two fits of two steps in Composer's Trainer; `groups` is given the optimizer's."""
     from composer import Callback, Trainer
     from composer.models import HuggingFaceModel
     from composer.utils import dist
@@ -143,7 +170,7 @@ def trained(algorithms: list[Any], strategy: str = "ddp", **options: Any) -> dic
         model=model,
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
         algorithms=algorithms,
-        callbacks=[Losses()],
+        callbacks=[Losses(), *callbacks],
         train_dataloader=DataLoader(
             samples, 8 // ranks, sampler=DistributedSampler(samples, ranks, dist.get_global_rank())
         ),
@@ -161,12 +188,14 @@ def trained(algorithms: list[Any], strategy: str = "ddp", **options: Any) -> dic
         try:
             trainer.fit()
             trainer.fit(duration="2ba")
+            if groups is not None:
+                groups += [(len(g["params"]), g["weight_decay"]) for g in trainer.state.optimizers[0].param_groups]
         finally:
             trainer.close()
     return {
         "losses": losses,
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        "evidence": [dict(one.evidence) for one in algorithms],
+        "evidence": [dict(one.evidence) for one in algorithms if isinstance(one, SpeedUp)],
         "warned": [str(one.message) for one in caught if "changed nothing" in str(one.message)],
     }
 
@@ -235,6 +264,12 @@ TRIES: dict[str, Any] = {
     "views later, static graph": lambda: in_buckets_from_then_on(static_graph=True),
     "views later, unused looked for": lambda: in_buckets_from_then_on(find_unused_parameters=True),
     "a group of its own": of_its_own_ranks,
+    "compression, swa": lambda: beside_swa(GradientCompression()),
+    "views, swa": lambda: beside_swa(GradientAsBucketView()),
+    "compression, forced_sync": lambda: trained([GradientCompression()], ddp_sync_strategy="forced_sync"),
+    "views, forced_sync": lambda: trained([GradientAsBucketView()], ddp_sync_strategy="forced_sync"),
+    "two groups loaded as one": lambda: loaded_by_a_callback(True, sys.argv[1]),
+    "one group loaded as two": lambda: loaded_by_a_callback(False, sys.argv[1]),
     "a built-in hook, compression": lambda: beside_a_built_in_one(apply_gradient_compression),
     "a built-in hook, views": lambda: beside_a_built_in_one(apply_gradient_as_bucket_view),
 }

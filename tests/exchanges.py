@@ -25,6 +25,6 @@ def worked(tmp_path_factory, worker: str) -> Path:
             words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
             with open(folder / "log", "w") as log:
                 command = [*words, str(Path(__file__).parent / worker), str(folder)]
-                subprocess.run(command, env=environment(), stdout=log, stderr=log, timeout=300)
+                subprocess.run(command, env=environment() | {"NODE_RANK": "0"}, stdout=log, stderr=log, timeout=300)
     assert (folder / "results.pt").exists(), (folder / "log").read_text()[-3000:]
     return folder

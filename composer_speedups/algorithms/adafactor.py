@@ -30,6 +30,7 @@ https://arxiv.org/abs/1804.04235; `torch.optim.Adafactor`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ from composer_speedups.optim.speedup import OptimizerSpeedUp, sizes
 from composer_speedups.optim.states import read_moments
 
 __all__ = ["Adafactor", "apply_adafactor"]
+
+log = logging.getLogger("composer_speedups")
 
 # PyTorch takes the square of the first as the least second moment: the paper's 1e-30. Its default, float32's eps, is
 # above the usual second moment of a gradient, so that matrices would get no adaptive rates at all.
@@ -147,8 +150,18 @@ class Adafactor(OptimizerSpeedUp):
                 "optimizer, whose moments cannot be told from rows and columns, nor these from them. Go on with that "
                 f"optimizer, or {another_way(state)}."
             )
-        for group in optimizer.param_groups:  # a file of ours may have been written with another implementation
-            group["foreach"] = self.foreach
+
+    def settle(self, state: State, checkpoint: Loading) -> None:
+        groups, asked = checkpoint.optimizer.param_groups, [group["eps"] for group in checkpoint.before]
+        if any(tuple(group["eps"]) != tuple(eps) for group, eps in zip(groups, asked, strict=True)):
+            log.warning(
+                "%s was saved with another scale_parameter, or eps: they stay as they were made here, eps=%s, and "
+                "another learning rate may be right",
+                source(state),
+                asked[0],
+            )
+        for group, eps in zip(groups, asked, strict=True):  # a file of ours may have been written with others
+            group["foreach"], group["eps"] = self.foreach, eps
 
 
 def _state_bytes(parameter: torch.Tensor) -> int:

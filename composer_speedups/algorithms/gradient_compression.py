@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.arguments import check_choice
-from composer_speedups.ddp import hook_of, why_alone
+from composer_speedups.ddp import exchanged_by_trainer, hook_of, why_alone
 from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -66,7 +66,9 @@ def apply_gradient_compression(model: torch.nn.Module, dtype: str = "bf16") -> i
                 "and takes one. Remove one of the two"
             )
         if not name:
-            ddp.register_comm_hook(ddp.process_group, _HOOKS[dtype])  # of None PyTorch's hook makes all ranks
+            # Of None PyTorch's hook makes all ranks. A group cannot be copied, as Composer's SWA copies the model.
+            everyone = ddp.process_group is torch.distributed.group.WORLD
+            ddp.register_comm_hook(None if everyone else ddp.process_group, _HOOKS[dtype])
             count += sum(p.requires_grad for p in ddp.parameters())
     return count
 
@@ -100,5 +102,10 @@ class GradientCompression(SpeedUp):
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if isinstance(state.model, DistributedDataParallel) and hook_of(state.model) == _HOOKS[self.dtype].__qualname__:
             return  # since an earlier fit: a Trainer makes its DDP once
+        if exchanged_by_trainer():
+            raise ConflictError(
+                "gradient_compression: with ddp_sync_strategy='forced_sync' the Trainer exchanges gradients itself, in "
+                "float32, and DDP none. Take 'single_auto_sync' or 'multi_auto_sync', or remove the speed-up"
+            )
         count = apply_gradient_compression(state.model, self.dtype)
         self.report(logger, count, "no parameter is trained, so that Composer has put no DDP around the model")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
 import torch
 
+from composer_speedups.calling_trainer import calling_trainer
 from composer_speedups.ignored import IGNORED
 
 __all__ = ["labelled", "of_tokens", "trainer_weighs_tokens", "weigh"]
@@ -38,9 +38,5 @@ def weigh(loss: object, factor: float | torch.Tensor) -> None:
 
 def trainer_weighs_tokens() -> bool:
     """Whether the Trainer that is calling us weighs by tokens: neither state nor events tell of it."""
-    from composer import Trainer
-
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not Trainer._train_loop.__code__:
-        frame = frame.f_back
-    return frame is not None and frame.f_locals["self"].accumulate_train_batch_on_tokens
+    trainer = calling_trainer()
+    return trainer is not None and trainer.accumulate_train_batch_on_tokens

@@ -15,6 +15,7 @@ from typing import Any
 from composer.core import State
 from composer.utils import dist
 
+from composer_speedups.ddp import without_ddp
 from composer_speedups.errors import ConflictError
 
 __all__ = ["Loading", "another_way", "is_resumed_by_train", "source"]
@@ -35,7 +36,8 @@ class Loading:
         # That which is loaded: by `Event.AFTER_LOAD` an algorithm, such as Composer's SAM, may have wrapped it.
         self.optimizer = state.optimizers[0]
         groups = self.optimizer.param_groups
-        self._before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        # Each group's settings as they were made.
+        self.before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         # By the optimizer's name: whether there are moments, and the groups. Nothing where no optimizer was offered, as
         # with `load_ignore_keys`, of which Composer tells nobody.
         self._offered: dict[str, tuple[bool, list[dict[str, Any]]]] = {}
@@ -100,7 +102,8 @@ class Loading:
         """
         optimizer = self.optimizer
         _, groups = self._offered.get(type(optimizer).__qualname__, (False, []))
-        names = {p: _WRAPPERS.sub("", name) for name, p in state.model.named_parameters()}
+        # A callback loads when Composer has put DDP around the model, whose names no file has.
+        names = {p: _WRAPPERS.sub("", name) for name, p in without_ddp(state.model).named_parameters()}
         ours = [frozenset(names.get(p) for p in group["params"]) for group in optimizer.param_groups]
         known = frozenset().union(*ours)
         theirs = [frozenset(group["params"]) & known for group in groups]
@@ -108,10 +111,10 @@ class Loading:
             return
         # Other entries are the user's own; foreach and fused say how, not what.
         shared = {*optimizer.defaults, "initial_lr", "step"} - {"weight_decay", "foreach", "fused"}
-        known_settings = {key for settings in (*self._before, *groups) for key in settings}  # others are of wrappers
+        known_settings = {key for settings in (*self.before, *groups) for key in settings}  # others are of wrappers
         for held in theirs:
-            _agreed(state, shared, [s for s, own in zip(self._before, ours, strict=True) if own & held])
-        for group, own, before in zip(optimizer.param_groups, ours, self._before, strict=True):
+            _agreed(state, shared, [s for s, own in zip(self.before, ours, strict=True) if own & held])
+        for group, own, before in zip(optimizer.param_groups, ours, self.before, strict=True):
             sources = [g for g, held in zip(groups, theirs, strict=True) if own & held]
             new = {**before, **_agreed(state, shared, sources), "params": group["params"]}
             new |= {key: value for key, value in group.items() if key not in known_settings}

@@ -33,7 +33,8 @@ class OptimizerSpeedUp(SpeedUp):
 
     A subclass names its plain function in `convert`, and what a group of torch's AdamW must hold in `flags`: loading a
     checkpoint brings the groups of the file back, so they are set again after it. One that computes another update than
-    AdamW says by `knows` which optimizers it makes, and by `check_moments` what a file must hold (`adafactor.py`).
+    AdamW says by `knows` which optimizers it makes, by `check_moments` what a file must hold, and by `settle` what of
+    the optimizer stays as it was (`adafactor.py`).
 
     Args:
         no_decay_on_bias_and_norm: take the weight decay off parameters of fewer than two dimensions. A checkpoint
@@ -98,7 +99,7 @@ class OptimizerSpeedUp(SpeedUp):
         elif (checkpoint := Loading.end(state)) is not None and (event is Event.AFTER_LOAD or checkpoint.asked):
             self.check_moments(state, checkpoint)
             checkpoint.restore_groups(state)
-            reassert(checkpoint.optimizer, self.flags)
+            self.settle(state, checkpoint)
         if event in (Event.BEFORE_LOAD, Event.AFTER_LOAD) and self.knows(state.optimizers[0]):
             Loading(state)
 
@@ -109,6 +110,10 @@ class OptimizerSpeedUp(SpeedUp):
     def check_moments(self, state: State, checkpoint: Loading) -> None:
         """Raise if a checkpoint in mid-training was loaded, and its moments were another optimizer's."""
         _refuse_lost_moments(state, checkpoint)
+
+    def settle(self, state: State, checkpoint: Loading) -> None:
+        """Give the groups what is this speed-up's to say, whatever was loaded."""
+        reassert(checkpoint.optimizer, self.flags)
 
     def _check_schedulers(self, schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
         # A PyTorch scheduler made before the split would set the rates of the first groups only, silently.

@@ -39,6 +39,7 @@ def build_model(spec: ModelSpec, task: Task, *, seed: int | None = None) -> PreT
     import torch
 
     from composer_speedups.tasks.heads import begin_at
+    from composer_speedups.tasks.unread import freeze_unread
 
     config = _configure(spec, task)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
@@ -49,6 +50,7 @@ def build_model(spec: ModelSpec, task: Task, *, seed: int | None = None) -> PreT
         begin_at(model, float(task.train.labels.mean()))
     check_first_batch(model, task)
     model.float()  # transformers 5 keeps a checkpoint's own dtype; masters in float32 are what the recipes assume
+    freeze_unread(model)
     return model
 
 

@@ -86,6 +86,17 @@ def test_only_the_ranks_of_its_own_group_are_averaged(exchanged) -> None:
     assert exchanged["a group of its own"][0][0] != pytest.approx(exchanged["a group of its own"][1][0], rel=0.1)
 
 
+@pytest.mark.parametrize("key", ["compression", "views"])
+def test_the_model_can_be_copied_as_composers_swa_does(exchanged, key: str) -> None:
+    assert exchanged[f"{key}, swa"] == [None] * RANKS
+
+
+@pytest.mark.parametrize("key", ["compression", "views"])
+def test_a_trainer_that_exchanges_itself_is_refused(exchanged, key: str) -> None:
+    said = exchanged[f"{key}, forced_sync"]
+    assert said.startswith("ConflictError: gradient_") and "Take 'single_auto_sync' or 'multi_auto_sync'" in said
+
+
 def test_one_process_has_nothing_to_exchange(make_trainer) -> None:
     with pytest.raises(
         SpeedUpUnavailable, match=r"one process exchanges no gradients: start several, as by ablate --ranks 2"

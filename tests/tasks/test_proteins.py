@@ -96,3 +96,18 @@ def test_positions_that_are_embeddings_have_an_end(tmp_path: Path) -> None:
     spec = TaskSpec(name="dummy", max_length=33, train_samples=4, eval_samples=4, lowest_token=4)
     with pytest.raises(TaskError, match="max_length 33 exceeds the 32 positions"):
         build_model(model, build_task(spec, model, seed=0), seed=0)
+
+
+@pytest.mark.timeout(300)
+def test_training_goes_on_from_a_checkpoint(table: Path, tmp_path: Path) -> None:
+    """Its head for contacts never has a gradient, so that no moments of it are saved."""
+    from composer_speedups.recipes import load_recipe
+    from composer_speedups.training.run import run
+
+    folder, steps = esm(tmp_path / "esm"), {}
+    words = ["model.config={}", f"model.name={folder}", "batch_size=4", "schedule={name: constant, warmup: 0ba}"]
+    words += [f"task={{name: text, path: {table}, max_length: 16}}", "evaluate=false"]
+    for duration in ("1ep", "2ep"):
+        recipe = load_recipe("cpu/fp32", [*words, f"duration={duration}"])
+        steps[duration] = run(recipe, save=tmp_path / "saved", resume=True).steps
+    assert steps == {"1ep": 5, "2ep": 5}, "the second run is the second epoch"
