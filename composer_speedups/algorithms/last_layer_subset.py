@@ -12,8 +12,9 @@ width on keys and values: about ten twelfths of the last layer go.
 **Needs.** A sequence classifier or multiple choice model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, data2vec-text,
 ERNIE, ELECTRA, MPNet, DistilBERT, ESM or DeBERTa-v2 and -v3, or a sequence classifier of Nomic BERT, Jina embeddings
 v3, GTE, or of ModernBERT or EuroBERT that takes the first token and no mean (EuroBERT's `classifier_pooling` is a mean
-unless it is `bos`), with transformers' own `forward`: one of your own may read other tokens. Heads that read every
-token (MLM, token classification, question answering) and bare encoders have nothing to leave out: the report says so.
+unless it is `bos`), with transformers' own `forward`: one of your own may read other tokens, and so may a module of
+your own in the last layer, unless its class has `per_token = True`. Heads that read every token (MLM, token
+classification, question answering) and bare encoders have nothing to leave out: the report says so.
 `output_hidden_states` and `output_attentions` compute the whole layer, and so does calling the encoder itself; while
 the classifier runs, its `last_hidden_state` is [rows, 1, width]. With a hook on the last layer's attention (Composer
 sets some to look for a microbatch size under FSDP) it is computed whole, too; hooks on what follows it see one token a
@@ -42,6 +43,7 @@ from composer_speedups.first_request import ask
 from composer_speedups.packed.by_family import BY_FAMILY
 from composer_speedups.packed.first import FirstOnly
 from composer_speedups.packed.modernbert import window_of
+from composer_speedups.packed.unpaddable import foreign_in
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import having, mix_in, stock_forward
 
@@ -95,7 +97,7 @@ def _encoder(owner: torch.nn.Module) -> torch.nn.Module | None:
     if isinstance(owner, _Owner) or getattr(config, "is_decoder", False) or adds_to_scores(config) or encoder is None:
         return None
     last = layers_of(encoder)[-1]
-    if not all(map(stock_forward, (encoder, last, attention_of(last)))):
+    if not all(map(stock_forward, (encoder, last, attention_of(last)))) or foreign_in(last) is not None:
         return None
     return None if config.model_type in MODERNBERT and window_of(last.attn) >= 0 else encoder
 

@@ -27,25 +27,25 @@ completely and needs no knowledge of the model; with both the results are right,
 positions; ModernBERT, which transformers 4.53 unpads itself where flash-attn is installed; MPNet; DeBERTa-v2 and -v3
 without a convolution; ALBERT with one layer in each of its groups; ESM-2 and ESM-1b, whose embeddings, which count the
 masked tokens of each row, stay padded; or, as transformers has them from 5 on, Nomic BERT, Jina embeddings v3, GTE and
-EuroBERT (the code that their hub pages bring for older versions is left alone).
-It *is* the attention: it replaces `SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash
-attention, of flash-attn if installed, or else PyTorch's own; in float32 attention alone is padded again. With
-`timed_attention` a Triton kernel of our own (`kernels/packed_attention.py`; not for ModernBERT, MPNet and DeBERTa;
-heads of 32 or 64, not compiled) is compared with it on the first tensors of about each size, and has its place where
-it computes the same and takes at most 0.97 of the time (0.7 of it on an H200:
-`benchmarks/results/2026-11-27_h200_peers`); the evidence has both times. Other work on the GPU decides it by chance.
-Two runs of one seed may then differ in masks.
-On CPUs it is C, by AMX, AVX512-BF16, AVX-512 or AVX2 as there are, and else PyTorch's products; a run's table tells
-which. What MPNet and DeBERTa add to scores for distances is C there, too (`kernels/distance_bias.py`,
-`kernels/disentangled.py`); on CUDA, and where they are compiled, their attention alone is padded again. Masks may have
-holes (not ModernBERT's, MPNet's and DeBERTa's, which count what lies between two tokens) or be on the left; only where
-a head reads the first position, and that is padding, the whole batch takes the stock forward pass. So do batches with
-`output_attentions`, `output_hidden_states`, head masks, `inputs_embeds`, masks that are not [rows, length] or hold
-other numbers than 0 and 1, with a warning once for each reason. Embeddings and layers must be transformers' own: others
-may want rows. Hooks on them see packed tokens, [tokens, width]: what scales each token works, what mixes rows does not;
-under the Hugging Face Trainer's `neftune_noise_alpha` the stock forward pass is taken.
-Your own pooler is given rows again, with zeros at padding. In a Trainer's `fit` and `eval` tokens are counted before
-the batch leaves the host; elsewhere, on CUDA, counting waits.
+EuroBERT (the code that their hub pages bring for older versions is left alone). It *is* the attention: it replaces
+`SDPAttention`. On CUDA in fp16 or bf16 from compute capability 8.0 it runs flash attention, of flash-attn if installed,
+or else PyTorch's own; in float32 attention alone is padded again. With `timed_attention` a Triton kernel of our own
+(`kernels/packed_attention.py`; not for ModernBERT, MPNet and DeBERTa; heads of 32 or 64, not compiled) is compared with
+it on the first tensors of about each size, and has its place where it computes the same and takes at most 0.97 of the
+time (0.7 of it on an H200: `benchmarks/results/2026-11-27_h200_peers`); the evidence has both times. Other work on the
+GPU decides it by chance. Two runs of one seed may then differ in masks. On CPUs it is C, by AMX, AVX512-BF16, AVX-512
+or AVX2 as there are, and else PyTorch's products; a run's table tells which. What MPNet and DeBERTa add to scores for
+distances is C there, too (`kernels/distance_bias.py`, `kernels/disentangled.py`); on CUDA, and where they are compiled,
+their attention alone is padded again. Masks may have holes (not ModernBERT's, MPNet's and DeBERTa's, which count what
+lies between two tokens) or be on the left; only where a head reads the first position, and that is padding, the whole
+batch takes the stock forward pass. So do batches with `output_attentions`, `output_hidden_states`, head masks,
+`inputs_embeds`, masks that are not [rows, length] or hold other numbers than 0 and 1, with a warning once for each
+reason. Embeddings and layers must be transformers' own, and so must what is in them, as others may want rows: but for
+adapters, and your own kinds of `Linear`, `Embedding`, `LayerNorm` and `Dropout`. Whose own module looks at one token at
+a time says so by `per_token = True` in its class. Hooks on them see packed tokens, [tokens, width]: what scales each
+token works, what mixes rows does not; under the Hugging Face Trainer's `neftune_noise_alpha` the stock forward pass is
+taken. Your own pooler is given rows again, with zeros at padding. In a Trainer's `fit` and `eval` tokens are counted
+before the batch leaves the host; elsewhere, on CUDA, counting waits.
 
 Source: unpadding in MosaicBERT, https://arxiv.org/abs/2312.17482, and ModernBERT, https://arxiv.org/abs/2412.13663.
 """
@@ -80,7 +80,7 @@ from composer_speedups.kernels.tensors import compute_dtype
 from composer_speedups.packed.by_family import BY_FAMILY
 from composer_speedups.packed.encoder import PackedAttention, PackedEncoder
 from composer_speedups.packed.packing import count_on_host, hand_over, labels_at_padding
-from composer_speedups.packed.unpaddable import owners_in, why_not
+from composer_speedups.packed.unpaddable import foreign_in, owners_in, why_not
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import hooked
 
@@ -212,4 +212,11 @@ def _refuse_replaced(model: torch.nn.Module) -> None:
             raise ConflictError(
                 f"the forward of {type(part).__name__} was replaced after Unpadding had packed the model (Composer's "
                 "Alibi does so), by one that knows no packed tokens. Keep one of them"
+            )
+    for encoder in [m for m in model.modules() if isinstance(m, PackedEncoder)]:
+        if (foreign := foreign_in(embeddings_of(encoder), *(layers_of(stack_of(encoder)) or ()))) is not None:
+            raise ConflictError(
+                f"{foreign} came into a layer after Unpadding had packed the model, and may look from one token at "
+                "others, which are those of all rows now: give its class per_token = True if it does not, or remove "
+                "one of them"
             )

@@ -25,7 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from composer_speedups.kernels.native import checked
-from composer_speedups.kernels.tensors import shape_only, to_save
+from composer_speedups.kernels.tensors import refuse_batched, shape_only, to_save
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
 __all__ = ["bias_gelu", "has_kernel", "native", "operators", "reference_bias_gelu", "why_not"]
@@ -131,6 +131,7 @@ def _native_forward(library, x, bias):
 
 
 def _native_backward(library, dy, x, bias):
+    refuse_batched(dy)
     dy, x, bias, width = dy.contiguous(), x.contiguous(), as_float(bias), x.shape[-1]
     rows = x.numel() // width
     chunks = chunks_of(rows)

@@ -39,7 +39,7 @@ from composer_speedups.kernels.fast_dropout import (
     scale_of,
 )
 from composer_speedups.kernels.native import checked
-from composer_speedups.kernels.tensors import MAX_WIDTH, shape_only, to_save
+from composer_speedups.kernels.tensors import MAX_WIDTH, refuse_batched, shape_only, to_save
 from composer_speedups.kernels.two_sides import CPU, CUDA, NAMES, as_float, chunks_of, cuda_side
 
 __all__ = ["dropout_add_norm", "dropout_add_norm_twice", "native", "operators", "reference_dropout_add_norm", "why_not"]
@@ -223,6 +223,7 @@ def _native_forward(library, x, residual, weight, bias, seeds, dropped: int, eps
 
 
 def _native_backward(library, dy, x, residual, weight, mean, rstd, seeds, dropped: int, x_bias):
+    refuse_batched(dy)
     dy, x, residual, weight = dy.contiguous(), x.contiguous(), residual.contiguous(), as_float(weight)
     rows, width = mean.numel(), x.shape[-1]
     chunks = chunks_of(rows)

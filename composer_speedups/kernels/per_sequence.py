@@ -34,7 +34,7 @@ from composer_speedups.kernels.fast_dropout import (
     scale_of,
 )
 from composer_speedups.kernels.native import checked
-from composer_speedups.kernels.tensors import shape_only
+from composer_speedups.kernels.tensors import refuse_batched, shape_only
 from composer_speedups.kernels.two_sides import NAMES
 
 __all__ = ["native", "per_sequence", "served_by"]
@@ -115,6 +115,7 @@ class _PerSequence(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
+        refuse_batched(gradient)
         if ctx.again:
             queries, keys, dropout_p, scale = ctx.arguments
             gradients = _again(gradient, *ctx.saved_tensors, queries, keys, ctx.seeds, dropout_p, scale, ctx.window)

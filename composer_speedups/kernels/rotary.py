@@ -14,7 +14,7 @@ import ctypes
 import torch
 
 from composer_speedups.kernels.native import checked
-from composer_speedups.kernels.tensors import plain, shape_only
+from composer_speedups.kernels.tensors import plain, refuse_batched, shape_only
 
 __all__ = ["rotary", "serves"]
 
@@ -60,6 +60,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
+        refuse_batched(gradient)
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
         return _turn(gradient, *ctx.saved_tensors, back=True), None, None
 

@@ -52,10 +52,16 @@ def padded_attention(
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if _only_mask_learns(q, k, v, mask):
         kernels = [SDPBackend.MATH]
+    elif not _may_be_cudnns(q):  # the switches are the process's: threads that set them leave them as they find them
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
     elif not torch.compiler.is_compiling():
         kernels = [kernel for kernel, enabled in _ENABLED.items() if enabled()] or kernels
     with sdpa_kernel(kernels):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
+
+
+def _may_be_cudnns(q: torch.Tensor) -> bool:
+    return q.is_cuda
 
 
 def _only_mask_learns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:

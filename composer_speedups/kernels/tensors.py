@@ -16,6 +16,7 @@ __all__ = [
     "compute_dtype",
     "empty_beside",
     "plain",
+    "refuse_batched",
     "shape_only",
     "to_save",
     "whole_of",
@@ -39,6 +40,15 @@ def plain(x: torch.Tensor) -> bool:
     forward_mode = torch.autograd.forward_ad._current_level >= 0  # which our functions have no derivatives for
     # Gradients in a batch of them have no storage.
     return known and torch._C._has_storage(x) and not forward_mode and not torch._C._are_functorch_transforms_active()
+
+
+def refuse_batched(gradient: torch.Tensor) -> None:
+    """Raise a sentence where a kernel in C is given many gradients at once, which have no memory of their own."""
+    if not torch._C._has_storage(gradient):
+        raise RuntimeError(
+            "kernels in C take one gradient at a time, and these are many (is_grads_batched or vectorize=True): ask "
+            "for one after the other, or of the model without speed-ups"
+        )
 
 
 def shape_only(x: torch.Tensor) -> bool:

@@ -23,7 +23,12 @@ from composer_speedups.packed.esm import turns_alike
 from composer_speedups.packed.modernbert import unpads_itself
 from composer_speedups.surgery import known_code, stock_forward
 
-__all__ = ["owners_in", "why_not"]
+__all__ = ["foreign_in", "owners_in", "why_not"]
+
+# Whose modules, in an encoder of these families, compute each token by itself: adapters, quantised layers, others.
+_KNOWN = ("torch.", "transformers.", "composer_speedups.", "composer.", "peft.", "bitsandbytes.", "torchao.")
+# So do those of a user that are one of these, as adapters made by hand are.
+_OF_A_TOKEN = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.Dropout)
 
 
 def owners_in(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
@@ -66,6 +71,11 @@ def why_not(module: torch.nn.Module, *owners: torch.nn.Module) -> str | None:
     own = [type(part).__name__ for part in parts if part is None or not (stock_forward(part) or _looks_up(part))]
     if own:
         return f"{own[0]} has a forward of its own, not transformers', and may want rows and padding"
+    if (foreign := foreign_in(embeddings, *layers)) is not None:
+        return (
+            f"{foreign} in its layers is somebody's own, and may look from one token at others, which unpadded are "
+            "those of all rows: give its class per_token = True if it does not"
+        )
     if config.model_type in MODERNBERT and unpads_itself(module):
         return "ModernBERT with flash_attention_2 unpads itself in this version of transformers"
     if config.model_type in DEBERTA and (module.encoder.conv is not None or module.z_steps > 1):
@@ -78,3 +88,26 @@ def why_not(module: torch.nn.Module, *owners: torch.nn.Module) -> str | None:
 def _looks_up(part: torch.nn.Module) -> bool:
     """Whether `part` is PyTorch's table of embeddings, which is all the embeddings that EuroBERT has."""
     return isinstance(part, torch.nn.Embedding) and known_code(type(part)) and "forward" not in vars(part)
+
+
+def foreign_in(*parts: torch.nn.Module | None) -> str | None:
+    """The class of a module in `parts`, layers or embeddings, that may mix tokens; None if there is none.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> class Mine(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x - x.mean(1, keepdim=True)
+    >>> bert = BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
+    >>> bert.encoder.layer[0].output.dropout = Mine()
+    >>> foreign_in(bert.embeddings), foreign_in(*bert.encoder.layer)
+    (None, 'Mine')
+    """
+    inside = [m for part in parts if part is not None for m in part.modules()]
+    return next((type(m).__name__ for m in inside if not _of_a_token(m)), None)
+
+
+def _of_a_token(module: torch.nn.Module) -> bool:
+    """Whether `module` computes each token by itself, or else is known to this package."""
+    written = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    known = written.__module__.startswith(_KNOWN) or isinstance(module, _OF_A_TOKEN)
+    return known or getattr(module, "per_token", False) is True

@@ -334,6 +334,20 @@ def test_a_layer_of_ones_own_is_left_alone(place: str, family: str) -> None:
     assert apply_last_layer_subset(model) == 0
 
 
+class Gate(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.mean(-2, keepdim=True).sigmoid()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_module_of_ones_own_in_the_last_layer_may_look_at_all_tokens(layer: int) -> None:
+    stock = make()
+    stock.bert.encoder.layer[layer].output.dropout = Gate()
+    fast = copy.deepcopy(stock)
+    assert apply_last_layer_subset(fast) == (layer == 0)
+    compare(stock, fast, batch())
+
+
 @pytest.mark.parametrize("unpadded", [False, True])
 def test_a_hook_on_what_would_be_taken_apart_or_another_layer_in_its_place(unpadded: bool) -> None:
     """Queries and keys are two parts of one weight, of which the first is multiplied with few tokens."""

@@ -89,6 +89,62 @@ def test_what_packing_cannot_give_takes_the_stock_forward(family: str, extra: di
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+class Neighbours(torch.nn.Module):
+    """A convolution over tokens, as a feed-forward block may have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv1d(32, 48, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.convolution(x.transpose(-1, -2)).transpose(-1, -2).relu()
+
+
+class Gate(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.mean(-2, keepdim=True).sigmoid()
+
+
+class Swish(torch.nn.Module):
+    per_token = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.sigmoid()
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+OWN = {
+    "convolution": (lambda bert: setattr(bert.encoder.layer[1], "intermediate", Neighbours().double()), "Neighbours"),
+    "gate": (lambda bert: setattr(bert.encoder.layer[0].output, "dropout", Gate()), "Gate"),
+    "in the embeddings": (lambda bert: setattr(bert.embeddings, "dropout", Gate()), "Gate"),
+    "per token": (lambda bert: setattr(bert.encoder.layer[0].intermediate, "intermediate_act_fn", Swish()), None),
+    "linear": (lambda bert: setattr(bert.encoder.layer[0].output, "dense", Scaled(48, 32).double()), None),
+}
+
+
+@pytest.mark.parametrize("kind", ["right", "full"])
+@pytest.mark.parametrize("name", OWN)
+def test_a_module_of_ones_own_in_a_layer_may_look_at_other_tokens(name: str, kind: str) -> None:
+    (change, foreign), stock = OWN[name], make()
+    change(stock.bert)
+    fast = copy.deepcopy(stock)
+    assert apply_unpadding(fast) == (0 if foreign else 2)
+    assert (why_not(stock.bert, stock) or "").startswith(foreign or "") and (foreign or why_not(stock.bert) is None)
+    compare(stock, fast, "ForSequenceClassification", batch("ForSequenceClassification", kind=kind))
+
+
+def test_one_that_comes_later_is_refused_when_training_starts(make_trainer) -> None:
+    model = make().float()
+    trainer = make_trainer([Unpadding()], model=HuggingFaceModel(model, metrics=[], use_logits=True))
+    model.bert.encoder.layer[0].output.dropout = Gate()
+    with pytest.raises(ConflictError, match=r"Gate came into a layer after Unpadding .* per_token = True"):
+        trainer.fit()
+
+
 @pytest.mark.parametrize("values", [(0, 1, 2), (0, 1, 0.5), (-1e4, 0, 0)], ids=["segments", "weights", "added"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)

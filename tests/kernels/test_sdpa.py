@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from distances_check import LENGTHS, POSITIONS, SCALE, places
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from composer_speedups.kernels import sdpa
 from composer_speedups.kernels.disentangled import disentangled_attention
 from composer_speedups.kernels.distance_bias import distance_biased_attention
 from composer_speedups.kernels.sdpa import padded_attention
@@ -27,6 +28,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, bool, boo
         return own(q, k, v, bias, *rest, **more)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(sdpa, "_may_be_cudnns", lambda q: True)  # as on a GPU
     return seen
 
 
@@ -99,3 +101,14 @@ def test_cuda_gradients(dtype: torch.dtype, learns: str) -> None:
     ulp = max(torch.finfo(dtype).eps, 1e-6)  # as in test_varlen_attention.py
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x.cpu().double(), y, rtol=16 * ulp, atol=32 * ulp)
+
+
+def test_on_cpus_nothing_is_set_that_threads_could_leave_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(kernels: object) -> None:
+        raise AssertionError("set")
+
+    monkeypatch.setattr(sdpa, "sdpa_kernel", refuse)
+    q = torch.randn(1, 2, 3, 8)
+    padded_attention(q, q, q, torch.zeros(1, 2, 3, 3), 0.0, 0.5)
+    with pytest.raises(AssertionError, match="set"):  # where the mask alone learns, the kernel matters there, too
+        padded_attention(q, q, q, torch.zeros(1, 2, 3, 3, requires_grad=True), 0.0, 0.5)
