@@ -99,6 +99,10 @@ def _show(found: Verification, recipe: Recipe, samples: int, hardware: str, cons
             f"{one.share:.0%}" if one.share < 100 else f"{one.share:.0e} x",
             escape(one.worst.removeprefix("model.")),
         )
+    for one in found.evaluated:
+        share = f"{one.share:.0%}" if one.share < 100 else f"{one.share:.0e} x"
+        cells = "", f"{one.error:.1e}", f"{one.plain:.1e}", share, "(its outputs)"
+        table.add_row(escape(f"{one.precision}, evaluating"), *cells)
     console.print(table)
     if found.updates is None:
         say("\nupdates: not compared, as the optimizer is no AdamW")

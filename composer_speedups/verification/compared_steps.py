@@ -17,7 +17,7 @@ from composer_speedups.verification.findings import Comparison, Errors
 from composer_speedups.verification.trained_steps import Step, Watch
 from composer_speedups.verification.true_gradients import Gradients, averaged, errors, gradients, tensors_of
 
-__all__ = ["ROOM", "Reference", "compare", "looked_again", "off"]
+__all__ = ["ROOM", "Reference", "compare", "looked_again", "off", "precision_of"]
 
 # Times the plain model's error. Independent roundings add up by their squares, so this is sixteen times as many.
 # LowPrecisionNorm and the fused norms, which keep the residual stream in 16 bits, take 1.2 to 1.7 times the error.
@@ -84,7 +84,7 @@ def compare(true: Reference, step: Step, dtype: torch.dtype | None, sent_in: tor
     stock, found = errors(same, exact), errors(step.gradients, exact)
     step.found = {}  # of a large model gigabytes
     furthest, share = _worst(stock, found)
-    precision = _precision(step, dtype)
+    precision = precision_of(step.precision, dtype)
     if sent_in is not None:
         precision += f", sent in {_SHORT[sent_in]}"
     return worst(Comparison(precision, step.number, stock, found, furthest, share), lambda one: one.share)
@@ -138,16 +138,17 @@ def _stock(plain: ComposerModel, step: Step, dtype: torch.dtype | None, sent_in:
             return found
         if scale <= 1:
             raise UserError(
-                f"the plain model's gradients are not finite in {_precision(step, dtype)}: there is nothing to compare "
-                "with"
+                f"the plain model's gradients are not finite in {precision_of(step.precision, dtype)}: there is "
+                "nothing to compare with"
             )
         scale = max(1.0, scale / 16)
 
 
-def _precision(step: Step, dtype: torch.dtype | None) -> str:
+def precision_of(precision: compat.Float32Precision, dtype: torch.dtype | None) -> str:
+    """Autocast's `dtype` in a word, or float32 as it is."""
     if dtype is not None:
         return _SHORT[dtype]
-    return "float32" if step.precision.matmul == "highest" else f"float32, products in {step.precision.matmul!r}"
+    return "float32" if precision.matmul == "highest" else f"float32, products in {precision.matmul!r}"
 
 
 def _worst(stock: Errors, found: Errors) -> tuple[str, float]:

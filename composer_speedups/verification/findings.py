@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["NOT_VERIFIED", "SAMPLES", "Comparison", "Errors", "Updates", "Verification", "samples_for", "with_fewer"]
+__all__ = [
+    "NOT_VERIFIED",
+    "SAMPLES",
+    "Comparison",
+    "Errors",
+    "Evaluated",
+    "Updates",
+    "Verification",
+    "samples_for",
+    "with_fewer",
+]
 
 NOT_VERIFIED = "its numbers cannot be verified"  # how a study's warning of that begins
 SAMPLES = 8  # of the batch, where nobody says otherwise
@@ -65,6 +75,23 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """What the model gives when it is evaluated after its last step, against float64.
+
+    Attributes:
+        precision: `bf16`, `fp16` or `float32`, in which both were computed.
+        plain: the plain model's relative error, of all outputs at real tokens together.
+        error: that of the model with its speed-ups; NaN where its outputs have other shapes.
+        share: of what is allowed: above 1 it is too large.
+    """
+
+    precision: str
+    plain: float
+    error: float
+    share: float
+
+
+@dataclass(frozen=True)
 class Updates:
     """What the optimizer made of its gradients.
 
@@ -92,6 +119,7 @@ class Verification:
         changed: by speed-up, what it says it changed.
         notes: what had no effect, or could not be compared, and why.
         wrong: what is not as it should be, a line each; empty if all is well.
+        evaluated: by precision, what the model gives in evaluation; empty where it could not be evaluated.
     """
 
     comparisons: list[Comparison]
@@ -101,6 +129,7 @@ class Verification:
     changed: dict[str, dict[str, Any]]
     notes: list[str]
     wrong: list[str]
+    evaluated: list[Evaluated] = field(default_factory=list)
 
     @classmethod
     def read(cls, told: dict[str, Any]) -> Verification:
@@ -110,7 +139,8 @@ class Verification:
             for one in told["comparisons"]
         ]
         updates = told["updates"] and Updates(**told["updates"])
-        return cls(**{**told, "comparisons": comparisons, "updates": updates})
+        evaluated = [Evaluated(**one) for one in told["evaluated"]]
+        return cls(**{**told, "comparisons": comparisons, "updates": updates, "evaluated": evaluated})
 
     @property
     def holds(self) -> bool:

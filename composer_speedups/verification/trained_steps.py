@@ -18,14 +18,14 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Algorithm, Callback, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
-from composer.utils import reproducibility
+from composer.utils import dist, reproducibility
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from composer_speedups import compat
 from composer_speedups.algorithms.mixed_precision import low_precision_of
 from composer_speedups.batches.weighting import of_tokens
-from composer_speedups.errors import UserError
+from composer_speedups.errors import UserError, in_a_line
 from composer_speedups.everyone import differing, everyones
 from composer_speedups.optim.optimizers import describe, is_adamw
 from composer_speedups.speedup import SpeedUp, Stage
@@ -60,6 +60,16 @@ class Step:
         return Gradients(self.loss, self.found)
 
 
+@dataclass
+class Evaluation:
+    """One batch that the model was evaluated on, on the CPU."""
+
+    batch: Any
+    weights: dict[str, torch.Tensor]
+    precision: compat.Float32Precision
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+
 class Watch(Callback):
     """Keeps the first and the last step whose gradients are finite, and of each the part of the updates to compare.
 
@@ -78,6 +88,7 @@ class Watch(Callback):
         optimizer: the one that made the steps; whether it is an AdamW, and has states of 8 bits.
         not_finite: the step at which all was given up, as its gradients were not; 0 if none.
         apart: what ranks have each of their own, and since which step; empty if nothing.
+        evaluated: what it gave for a batch when all steps were done; None if it was not evaluated.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class Watch(Callback):
         self.optimizer, self.is_adamw, self.in_8_bits = "", False, False
         self.overflows, self.not_finite, self.apart = 0, 0, ""
         self.released: dict[str, torch.Tensor] = {}
+        self.evaluated: Evaluation | None = None
         self._step: Step | None = None
         self._rows, self._share = 0, 0.0
 
@@ -167,6 +179,14 @@ class Watch(Callback):
         self.texts.others = len(self.parts) == _STEPS - 1
         self.released.clear()
 
+    def eval_batch_start(self, state: State, logger: Logger) -> None:
+        weights = {name: _host(p) for p, name in self.names.items()}
+        self.evaluated = Evaluation(mapped(state.batch, _host), weights, compat.read_float32_precision())
+
+    def eval_after_forward(self, state: State, logger: Logger) -> None:
+        assert self.evaluated is not None
+        self.evaluated.outputs = [_host(x) for x in tensors_of(state.outputs)]
+
     def _look_at(self, optimizer: Optimizer) -> None:
         self.optimizer, self.is_adamw = describe(optimizer), is_adamw(optimizer)
         values = [value for entry in optimizer.state.values() for value in entry.values()]
@@ -220,7 +240,21 @@ def train(
         with contextlib.ExitStack() as stack:
             stack.push(partial(close_trainer, trainer))
             trainer.fit()
+            if not watch.not_finite:
+                said += _evaluate(trainer, loader, watch)
     return watch, {speedup.key(): dict(speedup.evidence) for speedup in speedups}, said
+
+
+def _evaluate(trainer: Trainer, loader: DataLoader, watch: Watch) -> list[str]:
+    """Evaluate on one batch; what is to be said where the model cannot be."""
+    try:
+        trainer.eval(eval_dataloader=loader, subset_num_batches=1)
+    except Exception as error:  # anybody's model, and metrics
+        if dist.get_world_size() > 1:  # it need not be all ranks', and they would wait for this one
+            raise
+        watch.evaluated = None
+        return [f"its evaluation was not compared: {type(error).__name__}: {in_a_line(str(error))}"]
+    return []
 
 
 @contextlib.contextmanager

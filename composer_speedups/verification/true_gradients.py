@@ -15,7 +15,17 @@ from composer.utils import dist
 from composer_speedups.everyone import everyones, summed
 from composer_speedups.verification.findings import Errors
 
-__all__ = ["Gradients", "averaged", "errors", "gradients", "loss_of", "mapped", "tensors_of", "without_dropout"]
+__all__ = [
+    "Gradients",
+    "averaged",
+    "errors",
+    "gradients",
+    "loss_of",
+    "mapped",
+    "tensors_of",
+    "with_weights",
+    "without_dropout",
+]
 
 
 @dataclass(frozen=True)
@@ -123,17 +133,21 @@ def _forward(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> tuple[ComposerModel, torch.Tensor]:
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, parameter in twin.named_parameters():
-            if name in weights:
-                parameter.copy_(weights[name])
-    twin = twin.to(device=device, dtype=dtype).train()
+    twin = with_weights(copy.deepcopy(model), weights).to(device=device, dtype=dtype).train()
     twin.zero_grad(set_to_none=True)
     batch = mapped(batch, lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype))
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         loss = twin.loss(twin(batch), batch)
     return twin, loss["total"] if isinstance(loss, dict) else loss
+
+
+def with_weights(model: ComposerModel, weights: Mapping[str, torch.Tensor]) -> ComposerModel:
+    """`model` with these, by parameter; others keep their own."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in weights:
+                parameter.copy_(weights[name])
+    return model
 
 
 def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -4,7 +4,8 @@ Each speed-up is tested against float64, but not on your GPU, with your model, y
 loss and gradients of a real training with them are compared with the plain model's in float64, which the CPU computes
 with none of our kernels. What is allowed is not chosen by hand: it is the error that the plain model makes in the same
 precision, by PyTorch's own autocast, with some room. Rounding to 16 bits hides small mistakes; so the same is done once
-more in float32. The optimizer's updates are compared with AdamW's in float64, given the same gradients.
+more in float32. The optimizer's updates are compared with AdamW's in float64, given the same gradients. Batches are to
+have what their samples have; and afterwards the model is evaluated on one, as much depends on whether it trains.
 
 Dropout is off, as no two implementations draw the same masks; that masks are right is for the tests. So is how
 `TokenBudgetBatches` weighs batches of unequal numbers of samples: here there is one batch of all samples.
@@ -38,7 +39,9 @@ from composer_speedups.everyone import differing, everyones, start_ranks, worst
 from composer_speedups.speedup import SpeedUp, Stage
 from composer_speedups.surgery import stock_class
 from composer_speedups.verification.compared_steps import Reference, compare, looked_again, off
-from composer_speedups.verification.findings import SAMPLES, Comparison, Updates, Verification
+from composer_speedups.verification.evaluated import compare_evaluated
+from composer_speedups.verification.findings import SAMPLES, Comparison, Evaluated, Updates, Verification
+from composer_speedups.verification.other_texts import other_texts
 from composer_speedups.verification.texts import one_batch
 from composer_speedups.verification.trained_steps import Step, Watch, part_of, train
 from composer_speedups.verification.true_gradients import loss_of, without_dropout
@@ -98,15 +101,17 @@ def verify(
             "by their samples, and so computes something else than the batch at once"
         )
     _check_repeatable(plain, first)
-    seen = _other_texts(loader, first)
+    seen = other_texts(loader, watch)
     true = Reference(plain, say)
     sent_in = _sent_in(algorithms)
     comparisons = [compare(true, step, watch.dtype, sent_in) for step in watch.kept]
+    evaluated = [compare_evaluated(plain, watch, comparisons[-1].plain.gradients)]
     if watch.dtype is not None or watch.rounded or sent_in is not None:
         say("training once more, in float32")
         try:
             exact, *_ = run(loader, _in_float32(algorithms))
             comparisons += [compare(true, step, exact.dtype, None) for step in exact.kept]
+            evaluated.append(compare_evaluated(plain, exact, comparisons[-1].plain.gradients))
         except UserError as error:
             if dist.get_world_size() > 1:  # it need not be all ranks', and they would wait for this one
                 raise
@@ -122,7 +127,8 @@ def verify(
         notes += chance
     updates = worst(compare_updates(plain, optimizer, algorithms, watch), _excess)
     seen += another_optimizer(algorithms, watch)
-    wrong = [*seen, *_wrong(plain, comparisons, updates, watch)]
+    evaluated_there = [one for one in evaluated if one is not None]
+    wrong = [*seen, *_wrong(plain, comparisons, updates, watch), *_evaluated_wrong(evaluated_there)]
     return Verification(
         comparisons,
         updates,
@@ -130,7 +136,18 @@ def verify(
         changed,
         notes,
         list(dict.fromkeys(line for lines in everyones(wrong) for line in lines)),
+        evaluated_there,
     )
+
+
+def _evaluated_wrong(evaluated: Sequence[Evaluated]) -> list[str]:
+    return [
+        f"evaluating in {one.precision}: its outputs are {one.share:.3g} times as far off as is allowed"
+        if not math.isnan(one.error)
+        else f"evaluating in {one.precision}: its outputs are NaN, or of other shapes than the plain model's"
+        for one in evaluated
+        if not one.share <= 1
+    ]
 
 
 def _tokens_and_padding(batch: Any) -> tuple[int | None, float]:
@@ -210,29 +227,6 @@ def _check_repeatable(plain: ComposerModel, step: Step) -> None:
             f"the plain model's loss is {one:.6g} and then {other:.6g} for the same batch, with every dropout rate "
             "that was found at 0: switch off first what else draws random numbers in it"
         )
-
-
-def _other_texts(loader: DataLoader, step: Step) -> list[str]:
-    """What is to be said of a first batch with other texts or labels than its samples have, if that can be seen."""
-    texts: Any = loader.dataset
-    expected = _texts_of(loader.collate_fn([texts.dataset[i] for i in texts.first]))
-    parts = everyones(_texts_of(step.batch))
-    if expected is None or None in parts:
-        return []
-    there = sorted(row for part in parts for row in part)
-    return [] if there == expected else ["the first batch has other texts or labels than its samples"]
-
-
-def _texts_of(batch: Any) -> list[Any] | None:
-    """Of each row its tokens and label, in any order; of those with a label a token, which a collator may have masked
-    by chance, how many tokens."""
-    if not isinstance(batch, Mapping) or not {"input_ids", "attention_mask", "labels"} <= set(batch):
-        return None
-    masks = batch["attention_mask"].bool()
-    if of_tokens(batch):
-        return sorted(int(mask.sum()) for mask in masks)
-    ids = zip(batch["input_ids"], masks, batch["labels"], strict=True)
-    return sorted((row[mask].tolist(), label.tolist()) for row, mask, label in ids)
 
 
 def _wrong(plain: ComposerModel, comparisons: Sequence[Comparison], updates: Updates | None, watch: Watch) -> list[str]:

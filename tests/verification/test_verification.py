@@ -313,7 +313,7 @@ def test_each_step_of_what_records_is_compared() -> None:
     assert len(found.wrong) == 1 and "dense.weight, step 2 in float32" in found.wrong[0]
 
 
-class Texts(SpeedUp):
+class Batches(SpeedUp):
     """Gives other batches than there are texts for."""
 
     stage = Stage.DATA
@@ -326,7 +326,7 @@ class Texts(SpeedUp):
         self.report(logger, 1, "")
 
     def on_event(self, event, state, logger) -> None:
-        batch = state.batch
+        batch, whole = state.batch, state.batch["labels"].dim() > 1
         if self.fault == "some are lost":
             state.batch = {name: column[:-3] for name, column in batch.items()}
         elif self.fault == "one comes twice":
@@ -334,13 +334,115 @@ class Texts(SpeedUp):
         elif self.fault == "they end too soon":
             batch["attention_mask"][:, 4:] = 0
         elif self.fault == "others' labels":
-            batch["labels"] = batch["labels"].roll(1)
+            batch["labels"] = (
+                torch.where(batch["labels"] < 0, -100, (batch["labels"] + 1) % 3)
+                if whole
+                else (batch["labels"].roll(1))
+            )
+        elif self.fault == "types are zero":
+            batch["token_type_ids"] = torch.zeros_like(batch["token_type_ids"])
+        elif self.fault == "no types":
+            del batch["token_type_ids"]
+        elif self.fault == "other tokens":
+            batch["input_ids"] = torch.where(batch["attention_mask"].bool(), 7, 0)
+        elif self.fault == "trimmed and in another order":
+            longest = int(batch["attention_mask"].sum(1).max())
+            state.batch = {n: (x[:, :longest] if x.dim() > 1 else x).flip(0) for n, x in batch.items()}
+        elif self.fault == "in the last step" and int(state.timestamp.batch) == 3:
+            batch["labels"] = batch["labels"].flip(0)
 
 
-@pytest.mark.parametrize("fault", ["", "some are lost", "one comes twice", "they end too soon", "others' labels"])
-def test_batches_have_the_texts_that_there_are(fault: str) -> None:
-    found = verify(bert(), loader(), [Texts(fault)], adamw)
-    assert found.wrong == (["the first batch has other texts or labels than its samples"] if fault else [])
+class Typed(BatchDataset):
+    """With types of tokens, and labels a text or a token."""
+
+    def __init__(self, by_token: bool) -> None:
+        super().__init__(32)
+        ids, mask = self.data["input_ids"], self.data["attention_mask"]
+        self.data["token_type_ids"] = ids % 2 * mask
+        if by_token:
+            self.data["labels"] = torch.where(mask.bool(), ids % 3, -100)
+
+
+OF_BATCHES = {
+    "": None,
+    "some are lost": "its batch has other input_ids, labels, token_type_ids than its samples",
+    "one comes twice": "its batch has other input_ids, labels, token_type_ids than its samples",
+    "they end too soon": "its batch has other input_ids, labels, token_type_ids than its samples",
+    "others' labels": "its batch has other labels than its samples",
+    "types are zero": "its batch has other token_type_ids than its samples",
+    "no types": "its batch has no token_type_ids, which its samples have",
+    "other tokens": "its batch has other input_ids than its samples",
+    "trimmed and in another order": None,
+    "in the last step": "its batch has other labels than its samples",
+}
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("fault", OF_BATCHES)
+def test_batches_have_what_their_samples_have(fault: str, by_token: bool) -> None:
+    from transformers import BertForTokenClassification
+
+    model = HuggingFaceModel(BertForTokenClassification(bert_config()), use_logits=True) if by_token else bert()
+    found = verify(model, DataLoader(Typed(by_token), batch_size=4), [Batches(fault)], adamw)
+    step = 4 if fault == "in the last step" else 1
+    assert found.wrong == ([f"step {step}: {OF_BATCHES[fault]}"] if OF_BATCHES[fault] else [])
+
+
+def test_what_a_collator_draws_by_chance_is_not_compared() -> None:
+    from transformers import BertForMaskedLM
+
+    def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = torch.utils.data.default_collate(samples)
+        chosen = (torch.rand(batch["input_ids"].shape) < 0.4) & batch["attention_mask"].bool()
+        labels = torch.where(chosen, batch["input_ids"], -100)
+        return batch | {"input_ids": torch.where(chosen, 4, batch["input_ids"]), "labels": labels}
+
+    def verified(fault: str) -> list[str]:
+        torch.manual_seed(1)
+        model = HuggingFaceModel(BertForMaskedLM(bert_config()), use_logits=True)
+        data = DataLoader(Typed(by_token=True), batch_size=4, collate_fn=masked)
+        return verify(model, data, [Batches(fault)], adamw).wrong
+
+    assert verified("") == []
+    assert verified("types are zero") == ["step 1: its batch has other token_type_ids than its samples"]
+    assert verified("they end too soon") == ["step 1: its batch has other token_type_ids than its samples"]
+
+
+class InEvaluation(SpeedUp):
+    """Wrong when the model does not train."""
+
+    stage = Stage.HEAD
+
+    def __init__(self, factor: float, shape: bool = False) -> None:
+        self.factor, self.shape = factor, shape
+
+    def install(self, state, logger) -> None:
+        def change(module, given, out):
+            return out if module.training else out[:, :1] if self.shape else out * self.factor
+
+        state.model.model.classifier.register_forward_hook(change)
+        self.report(logger, 1, "")
+
+
+@pytest.mark.parametrize(("factor", "shape"), [(1.0, False), (1.001, False), (math.nan, False), (1.0, True)])
+def test_evaluation_is_compared(factor: float, shape: bool) -> None:
+    found = verify(bert(), loader(), [cs.MixedPrecision("bf16"), InEvaluation(factor, shape)], adamw)
+    assert [one.precision for one in found.evaluated] == ["bf16", "float32"]
+    assert all(one.plain > 0 for one in found.evaluated)
+    if factor == 1.0 and not shape:
+        assert found.holds and all(one.share < 0.6 for one in found.evaluated)
+        return
+    said = "NaN, or of other shapes than the plain model's" if shape or math.isnan(factor) else "times as far off"
+    assert found.wrong and all(said in line for line in found.wrong)
+    assert "evaluating in float32: its outputs are" in found.wrong[-1]
+
+
+def test_a_model_that_cannot_be_evaluated_is_told() -> None:
+    model = bert()
+    model.eval_forward = None
+    found = verify(model, loader(), [cs.Unpadding()], adamw)
+    assert found.holds and found.evaluated == []
+    assert any(note.startswith("its evaluation was not compared: TypeError") for note in found.notes)
 
 
 @pytest.mark.parametrize(
