@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from contract import Dataset, bert
+from tiny_recipe import tiny
 from together import end_together, sharded, try_all
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -26,6 +27,7 @@ from composer_speedups import (
 )
 from composer_speedups.measurement.profiling import profiled
 from composer_speedups.speedup import SpeedUp
+from composer_speedups.training.run import run
 
 LATE = 0.5  # seconds
 SHARES = (1.0, -0.37, 2.5)  # by rank: what its gradients are multiplied with
@@ -200,6 +202,11 @@ def trained(
     }
 
 
+def labelled_tokens() -> list[float]:
+    """The losses of a recipe whose texts have a label for each word."""
+    return run(tiny("task.objective=token_classification", "evaluate=false")).losses
+
+
 def own_hook(state, bucket):  # DDP asks for annotations that are classes, or none
     return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda sum: sum.value()[0])
 
@@ -268,6 +275,7 @@ TRIES: dict[str, Any] = {
     "views, swa": lambda: beside_swa(GradientAsBucketView()),
     "compression, forced_sync": lambda: trained([GradientCompression()], ddp_sync_strategy="forced_sync"),
     "views, forced_sync": lambda: trained([GradientAsBucketView()], ddp_sync_strategy="forced_sync"),
+    "labelled tokens": labelled_tokens,
     "two groups loaded as one": lambda: loaded_by_a_callback(True, sys.argv[1]),
     "one group loaded as two": lambda: loaded_by_a_callback(False, sys.argv[1]),
     "a built-in hook, compression": lambda: beside_a_built_in_one(apply_gradient_compression),

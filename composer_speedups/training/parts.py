@@ -22,11 +22,13 @@ from composer.optim import (
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
+from composer_speedups.batches.weighting import labelled
 from composer_speedups.errors import RecipeError, SpeedUpUnavailable, TaskError
 from composer_speedups.recipes import Recipe
 from composer_speedups.recipes.schema import count_and_unit
 from composer_speedups.tasks import Task
 from composer_speedups.tasks.models import build_model
+from composer_speedups.tasks.objectives import OBJECTIVES
 from composer_speedups.training.metrics import evaluation_metrics
 
 __all__ = [
@@ -37,6 +39,8 @@ __all__ = [
     "build_loader",
     "build_optimizer",
     "build_scheduler",
+    "counting_labels",
+    "weighs_tokens",
 ]
 
 # name -> with warm-up, without
@@ -119,6 +123,25 @@ def build_loader(recipe: Recipe, task: Task, seed: int, *, train: bool) -> DataL
         persistent_workers=False,
         pin_memory=torch.cuda.is_available(),
     )
+
+
+def weighs_tokens(recipe: Recipe) -> bool:
+    """Whether parts of a batch, microbatches or ranks', are weighed by their labels, as the loss is a mean over those.
+
+    Composer weighs them by samples, so that tokens of short texts would count for more. `token_budget_batches` has
+    weights of its own; and a batch that is computed at once needs none.
+    """
+    in_parts = recipe.accumulates or dist.get_world_size() > 1
+    return in_parts and OBJECTIVES[recipe.task.objective].of_tokens and "token_budget_batches" not in recipe.speedups
+
+
+def counting_labels(loader: DataLoader) -> DataSpec:
+    """`loader`, which tells Composer how many labels of a batch count."""
+
+    def count(batch: dict[str, torch.Tensor]) -> dict[str, int]:
+        return {"total": batch["input_ids"].numel(), "loss_generating": int(labelled(batch))}
+
+    return DataSpec(loader, get_num_tokens_in_batch=count)
 
 
 class Warmup(Callback):

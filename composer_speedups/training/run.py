@@ -38,6 +38,8 @@ from composer_speedups.training.parts import (
     build_loader,
     build_optimizer,
     build_scheduler,
+    counting_labels,
+    weighs_tokens,
 )
 from composer_speedups.training.run_result import run_result
 from composer_speedups.training.saved_model import save_model
@@ -175,9 +177,11 @@ def _trainer(
             "eval_dataloader": build_loader(recipe, task, seed, train=False),
             "eval_interval": recipe.duration if recipe.evaluate is True else recipe.evaluate,
         }
+    training, by_tokens = build_loader(recipe, task, seed, train=True), weighs_tokens(recipe)
     return Trainer(
         model=model,
-        train_dataloader=build_loader(recipe, task, seed, train=True),
+        train_dataloader=counting_labels(training) if by_tokens else training,
+        accumulate_train_batch_on_tokens=by_tokens,
         optimizers=build_optimizer(recipe, model),
         schedulers=build_scheduler(recipe),
         step_schedulers_every_batch=True,

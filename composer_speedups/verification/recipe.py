@@ -44,11 +44,11 @@ def verify_recipe(
     if why := recipe.model_copy(update={"evaluate": False}).unshared_by(ranks):
         raise TaskError(why)
     micro = None
-    # Of texts; Composer weighs parts of a batch by them, and not by the tokens that some losses are a mean over.
+    # Of texts: parts of a batch are weighed by them here, and not by the tokens that some losses are a mean over.
     if recipe.accumulates and not OBJECTIVES[recipe.task.objective].of_tokens:
         micro = max(1, samples * (recipe.microbatch_size or 1) // recipe.batch_size)  # a rank's, as both are shared
     elif recipe.accumulates:
-        say("leaving out microbatch_size, with which a loss of tokens is another by Composer's own weighting")
+        say("leaving out microbatch_size, as a loss of tokens is compared of a whole batch")
     task = build_task(recipe.task, recipe.model, seed=seed, progress=say)
     try:
         return verify(

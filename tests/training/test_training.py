@@ -115,6 +115,24 @@ def test_microbatches_do_the_same_update() -> None:
     assert whole.losses[0] != whole.losses[-1]
 
 
+@pytest.mark.parametrize("objective", ["token_classification", "mlm"])
+def test_microbatches_weigh_labelled_tokens_alike(objective: str, monkeypatch) -> None:
+    """The loss of a batch is the mean over its labels; Composer weighs parts of it by their texts."""
+    words = (f"task.objective={objective}", "evaluate=false")
+    whole, parts = run(tiny(*words)), run(tiny(*words, "microbatch_size=2"))
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-4)
+    monkeypatch.setattr(training, "weighs_tokens", lambda recipe: False)
+    by_texts = run(tiny(*words, "microbatch_size=2"))
+    assert by_texts.losses != pytest.approx(whole.losses, rel=1e-4)
+
+
+def test_two_ranks_weigh_labelled_tokens_alike(exchanged) -> None:
+    """Of one order of samples each has every second, so that batches have the same ones."""
+    whole = run(tiny("task.objective=token_classification", "evaluate=false"))
+    for losses in exchanged["labelled tokens"]:
+        assert losses == pytest.approx(whole.losses, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 def test_schedules(name: str) -> None:
     result = run(tiny(f"schedule.name={name}", "evaluate=false"))
