@@ -36,7 +36,7 @@ def pack_llama_named(encoder: torch.nn.Module, owner: torch.nn.Module | None) ->
 class _RunsLayers:
     """What both encoders do between embeddings and output."""
 
-    def run_layers(self, hidden: torch.Tensor, positions: torch.Tensor | None, packing: Packing) -> torch.Tensor:
+    def through_layers(self, hidden: torch.Tensor, positions: torch.Tensor | None, packing: Packing) -> torch.Tensor:
         """What the layers make of `hidden`, [total, width]; `positions` are those of the padded batch, if given."""
         if positions is None:
             positions = torch.arange(packing.length, device=hidden.device)[None]
@@ -59,7 +59,7 @@ class _NomicBert(_RunsLayers, PackedBert):
             return super().forward(input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs)
         types = None if token_type_ids is None else packing.pack(token_type_ids)
         hidden = self.embeddings(input_ids=packing.pack(input_ids), token_type_ids=types)
-        return self.finished(self.run_layers(hidden, position_ids, packing), self.layers, packing, kwargs)
+        return self.finished(self.through_layers(hidden, position_ids, packing), self.layers, packing, kwargs)
 
 
 class _EuroBert(_RunsLayers, PackedEncoder):
@@ -69,7 +69,7 @@ class _EuroBert(_RunsLayers, PackedEncoder):
         packing = self.packing_of(input_ids, attention_mask, args, kwargs)
         if packing is None:
             return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
-        hidden = self.run_layers(self.embed_tokens(packing.pack(input_ids)), position_ids, packing)
+        hidden = self.through_layers(self.embed_tokens(packing.pack(input_ids)), position_ids, packing)
         return self.output(self.norm(hidden), self.layers, packing, kwargs)
 
 
