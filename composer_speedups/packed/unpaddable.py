@@ -26,7 +26,10 @@ from composer_speedups.surgery import known_code, stock_forward
 __all__ = ["foreign_in", "owners_in", "why_not"]
 
 # Whose modules, in an encoder of these families, compute each token by itself: adapters, quantised layers, others.
-_KNOWN = ("torch.", "transformers.", "composer_speedups.", "composer.", "peft.", "bitsandbytes.", "torchao.")
+_KNOWN = (
+    *("torch.", "transformers.", "composer_speedups.", "composer.", "peft.", "adapters."),
+    *("bitsandbytes.", "torchao.", "apex.", "liger_kernel.", "transformer_engine."),
+)
 # So do those of a user that are one of these, as adapters made by hand are.
 _OF_A_TOKEN = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.Dropout)
 

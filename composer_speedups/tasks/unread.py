@@ -30,6 +30,7 @@ def freeze_unread(model: PreTrainedModel) -> int:
     import torch
 
     was_training, device = model.training, next(model.parameters()).device
+    settings = dict(vars(model.config))  # ModernBERT of transformers 4.53 notes here whether it compiles on this device
     ids = torch.arange(_TOKENS, device=device)[None] % model.config.vocab_size
     try:
         with torch.enable_grad():
@@ -39,6 +40,7 @@ def freeze_unread(model: PreTrainedModel) -> int:
         return 0
     finally:
         model.train(was_training)
+        vars(model.config).update(settings)
     read = _leaves(out)
     unread = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in read]
     for _, parameter in unread:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from small import bert_config, config_of
-from unpadded import FAMILIES, HEADS, make
+from unpadded import FAMILIES, HEADS, make, tiny_config
 
 from composer_speedups.tasks.unread import freeze_unread
 
@@ -37,6 +37,14 @@ def test_what_is_frozen_and_what_is_tied_stays_so() -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     assert freeze_unread(model) == 0
+
+
+def test_what_a_model_notes_of_its_device_is_not_of_this_one() -> None:
+    """ModernBERT of transformers 4.53 would never compile itself on a GPU, once it has run on a CPU."""
+    model = transformers.ModernBertForSequenceClassification(tiny_config("ModernBert", reference_compile=None))
+    before = dict(vars(model.config))
+    freeze_unread(model)
+    assert vars(model.config) == before
 
 
 def test_entities_that_no_text_has() -> None:
