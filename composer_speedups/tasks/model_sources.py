@@ -178,6 +178,9 @@ def end_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
 
 
+_NEWER = "take a newer one, which may have it (Newer stacks, in README)"
+
+
 def load_from(source: Source, loader: Callable[..., Any], beside: str = "", **kwargs: Any) -> Any:
     try:
         return loader(source.location, local_files_only=source.local_only, trust_remote_code=False, **kwargs)
@@ -188,5 +191,7 @@ def load_from(source: Source, loader: Callable[..., Any], beside: str = "", **kw
         if "sentencepiece" in str(error).lower() and (lack := tokenizer_files.lack()) is not None:
             hint = lack
         if "trust_remote_code" in str(error):
-            hint = "it needs code from the hub, which is never run here: choose another model"
+            hint = f"it needs code from the hub, which is never run here: {_NEWER}, or choose another model"
+        if "does not recognize this architecture" in str(error):
+            hint = f"this transformers has no such models: {_NEWER}"
         raise TaskError(f"model {source.name!r} cannot be loaded ({in_a_line(error)}): {hint}") from error

@@ -378,9 +378,16 @@ def test_a_folder_that_asks_for_code_is_refused(folder: Path):
     config |= {"model_type": "strange", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Config: pass\n")
-    with pytest.raises(TaskError, match="cannot be loaded"):
+    with pytest.raises(TaskError, match=r"cannot be loaded .* never run here: take a newer one"):
         built(ModelSpec(name=str(folder), pretrained=True))
     assert not (folder / "ran").exists()
+
+
+def test_a_family_that_this_transformers_does_not_have_names_the_newer_stacks(folder: Path):
+    (folder / "config.json").write_text('{"model_type": "of_tomorrow", "vocab_size": 64}')
+    with pytest.raises(TaskError, match=r"this transformers has no such models: take a newer one.*README") as error:
+        built(ModelSpec(name=str(folder), pretrained=True))
+    one_line(error)
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}"])
