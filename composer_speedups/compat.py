@@ -185,12 +185,15 @@ def _weights_wanted(kwargs: dict) -> bool:
 
 
 def attention_dropout(attention: torch.nn.Module) -> float:
-    """The rate at which stock code drops attention weights now, for families whose attention has a module for it.
+    """The rate at which stock code drops attention weights now.
 
-    Eager code of 4.53, and MPNet's and DeBERTa's in every version, calls that module, which may be training alone
-    (Monte Carlo dropout) or be at rest alone. All others read the flag of the attention itself. No cache and no
-    inspection: compilers trace it.
+    Some attention has a number for it, other a module. Eager code of 4.53, and MPNet's and DeBERTa's in every version,
+    calls that module, which may be training alone (Monte Carlo dropout) or be at rest alone. All others read the flag
+    of the attention itself. No cache and no inspection: compilers trace it.
     """
+    rate = attention.__dict__.get("attention_dropout")  # ModernBERT's, and of those with Llama's names
+    if rate is not None:
+        return rate if attention.training else 0.0
     if _TRANSFORMERS < 5:  # what the classes of SDPA and of flash attention set
         called = not (hasattr(attention, "dropout_prob") or hasattr(attention, "_flash_attn_uses_top_left_mask"))
     else:

@@ -8,14 +8,19 @@ from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.calling_trainer import calling_trainer
+from composer_speedups.errors import ConflictError
 
-__all__ = ["bucket_bytes", "exchanged_by_trainer", "hook_of", "why_alone", "without_ddp"]
+__all__ = ["bucket_bytes", "hook_of", "refuse_forced_sync", "why_alone", "without_ddp"]
 
 
-def exchanged_by_trainer() -> bool:
-    """Whether the Trainer that is calling us averages gradients itself, tensor by tensor, and DDP none of them."""
+def refuse_forced_sync(key: str) -> None:
+    """Raise where the Trainer that is calling us averages gradients itself, tensor by tensor, and DDP none of them."""
     trainer = calling_trainer()
-    return trainer is not None and trainer._ddp_sync_strategy == DDPSyncStrategy.FORCED_SYNC
+    if trainer is not None and trainer._ddp_sync_strategy == DDPSyncStrategy.FORCED_SYNC:
+        raise ConflictError(
+            f"{key}: with ddp_sync_strategy='forced_sync' the Trainer exchanges gradients itself, in float32, and DDP "
+            "none. Take 'single_auto_sync' or 'multi_auto_sync', or remove the speed-up"
+        )
 
 
 def why_alone() -> str | None:

@@ -21,7 +21,7 @@ from composer_speedups.kernels.tensors import autocast_dtype, plain
 from composer_speedups.read_twice import as_residual, given_out_twice, read_twice
 from composer_speedups.surgery import hooked, mix_in, same_code, stock_class, stock_forward
 
-__all__ = ["FUSED", "DropoutOfBlock", "FusedEnd", "FusedLayer", "NormOfBlock", "ends_in"]
+__all__ = ["FUSED", "DropoutOfBlock", "FusedEnd", "NormOfBlock", "ends_in"]
 
 _KNOWN = ("torch.nn.modules.", "composer_speedups.")  # classes whose meaning is known
 

@@ -25,8 +25,8 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_speedups.ddp import exchanged_by_trainer, hook_of, why_alone
-from composer_speedups.errors import ConflictError, SpeedUpUnavailable
+from composer_speedups.ddp import hook_of, refuse_forced_sync, why_alone
+from composer_speedups.errors import SpeedUpUnavailable
 from composer_speedups.speedup import SpeedUp, Stage
 
 __all__ = ["GradientAsBucketView", "apply_gradient_as_bucket_view"]
@@ -70,11 +70,7 @@ class GradientAsBucketView(SpeedUp):
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if isinstance(state.model, DistributedDataParallel) and state.model.gradient_as_bucket_view:
             return  # since an earlier fit: a Trainer makes its DDP once
-        if exchanged_by_trainer():
-            raise ConflictError(
-                "gradient_as_bucket_view: with ddp_sync_strategy='forced_sync' the Trainer exchanges gradients itself, "
-                "and puts others in their place. Take 'single_auto_sync' or 'multi_auto_sync', or remove the speed-up"
-            )
+        refuse_forced_sync(self.key())
         count = apply_gradient_as_bucket_view(state.model)
         self.report(logger, count, "no parameter is trained, so that Composer has put no DDP around the model")
 

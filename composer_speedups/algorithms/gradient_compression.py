@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.arguments import check_choice
-from composer_speedups.ddp import exchanged_by_trainer, hook_of, why_alone
+from composer_speedups.ddp import hook_of, refuse_forced_sync, why_alone
 from composer_speedups.errors import ConflictError
 from composer_speedups.speedup import SpeedUp, Stage
 
@@ -102,10 +102,6 @@ class GradientCompression(SpeedUp):
     def on_event(self, event: Event, state: State, logger: Logger) -> None:
         if isinstance(state.model, DistributedDataParallel) and hook_of(state.model) == _HOOKS[self.dtype].__qualname__:
             return  # since an earlier fit: a Trainer makes its DDP once
-        if exchanged_by_trainer():
-            raise ConflictError(
-                "gradient_compression: with ddp_sync_strategy='forced_sync' the Trainer exchanges gradients itself, in "
-                "float32, and DDP none. Take 'single_auto_sync' or 'multi_auto_sync', or remove the speed-up"
-            )
+        refuse_forced_sync(self.key())
         count = apply_gradient_compression(state.model, self.dtype)
         self.report(logger, count, "no parameter is trained, so that Composer has put no DDP around the model")

@@ -128,14 +128,10 @@ class PackedAttention:
 
     def attend(self, projected: Sequence[torch.Tensor], packing: Packing) -> torch.Tensor:
         """Of queries, keys and values, as `project` gives them, the heads' outputs side by side, [total, width]."""
-        dropout, lengths = self.dropout_now(), packing.lengths
+        dropout, lengths = attention_dropout(self), packing.lengths
         if self.trials is not None and self.trials.prefer_packed(*projected, lengths, dropout):
             return packed_attention(*projected, lengths, lengths, dropout).flatten(1)
         return varlen_attention(*projected, lengths, lengths, dropout).flatten(1)
-
-    def dropout_now(self) -> float:
-        """The rate at which attention weights are dropped now."""
-        return attention_dropout(self)
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[total, width] -> queries, keys and values, [total, heads, width of a head] each."""

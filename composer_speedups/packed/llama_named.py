@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from composer_speedups.compat import attention_dropout
 from composer_speedups.families import EUROBERT
 from composer_speedups.joint_linear import joint_linear
 from composer_speedups.packed.bert import PackedBert, pack_masked_head
@@ -78,9 +79,6 @@ class _Attention(PackedAttention):
     def attention_head_size(self) -> int:
         return self.head_dim
 
-    def dropout_now(self) -> float:
-        return _dropout_of(self)
-
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
         packing = kwargs.get("attention_mask")
         if not isinstance(packing, Packing):
@@ -93,11 +91,13 @@ class _Attention(PackedAttention):
         return self.q_proj, self.k_proj, self.v_proj
 
 
-class FirstOfNomicBert(FirstOnly):
-    """Mixed into the last layer of those with norms behind what they follow."""
-
+class _First(FirstOnly):
     def worked_around(self) -> tuple[torch.nn.Module, ...]:
         return (self.self_attn,)
+
+
+class FirstOfNomicBert(_First):
+    """Mixed into the last layer of those with norms behind what they follow."""
 
     def compute_first(
         self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
@@ -107,11 +107,8 @@ class FirstOfNomicBert(FirstOnly):
         return self.post_mlp_layernorm(attended + self.post_mlp_dropout(self.mlp(attended)))
 
 
-class FirstOfEuroBert(FirstOnly):
+class FirstOfEuroBert(_First):
     """Mixed into the last layer, whose norms come before what they feed: all tokens need the first of them."""
-
-    def worked_around(self) -> tuple[torch.nn.Module, ...]:
-        return (self.self_attn,)
 
     def compute_first(
         self, first: torch.Tensor, hidden_states: torch.Tensor, mask: Any, given: dict[str, Any]
@@ -128,7 +125,7 @@ def _attended(
     projected = attention.q_proj(first), *joint_linear((attention.k_proj, attention.v_proj), hidden)
     q, k, v = (x.unflatten(-1, (-1, attention.head_dim)) for x in projected)
     (q,), (k,) = turned(attention, tuple(_first(x, mask) for x in rotations), q), turned(attention, rotations, k)
-    context = attend(q, *_for_every_head(attention, k, v), mask, _dropout_of(attention))
+    context = attend(q, *_for_every_head(attention, k, v), mask, attention_dropout(attention))
     return attention.o_proj(context)
 
 
@@ -141,7 +138,3 @@ def _for_every_head(attention: torch.nn.Module, *tensors: torch.Tensor) -> list[
     """Keys and values [..., heads, width of a head], those that several heads share once for each of them."""
     sharing = getattr(attention, "num_key_value_groups", 1)
     return [x if sharing == 1 else x.repeat_interleave(sharing, -2) for x in tensors]
-
-
-def _dropout_of(attention: torch.nn.Module) -> float:
-    return attention.attention_dropout if attention.training else 0.0

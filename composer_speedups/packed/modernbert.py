@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from composer_speedups.compat import attention_dropout
 from composer_speedups.joint_linear import only_linear, part_of_linear
 from composer_speedups.kernels.rotary import rotary, serves
 from composer_speedups.kernels.varlen_attention import varlen_attention
@@ -114,7 +115,7 @@ class _Attention(PackedAttention):
             return super().forward(hidden_states, *args, **kwargs)
         q, k, v = self.Wqkv(hidden_states).unflatten(-1, (3, -1, self.head_dim)).unbind(-3)
         q, k = turned(self, _rotations_of(kwargs), q, k)
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = attention_dropout(self)
         out = varlen_attention(q, k, v, packing.lengths, packing.lengths, dropout, window=window_of(self))
         return self.out_drop(self.Wo(out.flatten(1))), None
 
@@ -146,6 +147,6 @@ class FirstOfModernBert(FirstOnly):
         rotations_first = [mask.first(x) if packed else x[:, :1] for x in rotations]
         q, k, v = (x.unflatten(-1, (-1, attention.head_dim)) for x in projected)
         (q,), (k,) = turned(attention, rotations_first, q), turned(attention, rotations, k)
-        context = attend(q, k, v, mask, attention.attention_dropout if attention.training else 0.0)
+        context = attend(q, k, v, mask, attention_dropout(attention))
         attended = first + attention.out_drop(attention.Wo(context))
         return attended + self.mlp(self.mlp_norm(attended))

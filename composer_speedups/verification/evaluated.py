@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from composer_speedups.everyone import worst
 from composer_speedups.verification.compared_steps import ROOM, precision_of
 from composer_speedups.verification.findings import Evaluated
 from composer_speedups.verification.trained_steps import Watch
-from composer_speedups.verification.true_gradients import mapped, tensors_of, with_weights
+from composer_speedups.verification.true_gradients import placed, tensors_of
 
 __all__ = ["compare_evaluated"]
 
@@ -56,10 +55,9 @@ def _outputs(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> list[torch.Tensor]:
-    twin = with_weights(copy.deepcopy(plain), weights).to(device=device, dtype=dtype).eval()
-    batch = mapped(batch, lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype))
+    twin, batch = placed(plain, batch, weights, dtype, device)
     with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        return [x.cpu() for x in tensors_of(twin.eval_forward(batch))]
+        return [x.cpu() for x in tensors_of(twin.eval().eval_forward(batch))]
 
 
 def _error(found: list[torch.Tensor], exact: list[torch.Tensor], mask: torch.Tensor | None) -> float:

@@ -22,8 +22,8 @@ __all__ = [
     "gradients",
     "loss_of",
     "mapped",
+    "placed",
     "tensors_of",
-    "with_weights",
     "without_dropout",
 ]
 
@@ -133,21 +133,24 @@ def _forward(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> tuple[ComposerModel, torch.Tensor]:
-    twin = with_weights(copy.deepcopy(model), weights).to(device=device, dtype=dtype).train()
-    twin.zero_grad(set_to_none=True)
-    batch = mapped(batch, lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype))
+    twin, batch = placed(model, batch, weights, dtype, device)
+    twin.train().zero_grad(set_to_none=True)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         loss = twin.loss(twin(batch), batch)
     return twin, loss["total"] if isinstance(loss, dict) else loss
 
 
-def with_weights(model: ComposerModel, weights: Mapping[str, torch.Tensor]) -> ComposerModel:
-    """`model` with these, by parameter; others keep their own."""
+def placed(
+    model: ComposerModel, batch: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> tuple[ComposerModel, Any]:
+    """A copy of `model` with `weights`, by parameter, where others keep the model's; and the batch beside it."""
+    twin = copy.deepcopy(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in twin.named_parameters():
             if name in weights:
                 parameter.copy_(weights[name])
-    return model
+    batch = mapped(batch, lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype))
+    return twin.to(device=device, dtype=dtype), batch
 
 
 def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

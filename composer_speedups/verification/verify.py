@@ -127,8 +127,8 @@ def verify(
         notes += chance
     updates = worst(compare_updates(plain, optimizer, algorithms, watch), _excess)
     seen += another_optimizer(algorithms, watch)
-    evaluated_there = [one for one in evaluated if one is not None]
-    wrong = [*seen, *_wrong(plain, comparisons, updates, watch), *_evaluated_wrong(evaluated_there)]
+    evaluations = [one for one in evaluated if one is not None]
+    wrong = [*seen, *_wrong(plain, comparisons, updates, watch), *_evaluated_wrong(evaluations)]
     return Verification(
         comparisons,
         updates,
@@ -136,7 +136,7 @@ def verify(
         changed,
         notes,
         list(dict.fromkeys(line for lines in everyones(wrong) for line in lines)),
-        evaluated_there,
+        evaluations,
     )
 
 
